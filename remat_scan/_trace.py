@@ -1,0 +1,207 @@
+"""A call of any layer as a flat program: arrays in, arrays out, everything else static.
+
+This is where "arrays are traced, everything else is static" is decided, and where a layer is traced:
+once per function, static values and array types, however often it is called or wrapped.
+"""
+
+import functools as ft
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import numpy as np
+
+
+class Program(NamedTuple):
+    """One traced call.
+
+    The operands are the arrays that the layer closes over, then the arrays inside the callable
+    itself (a module's weights), then those among the call's arguments.
+    """
+
+    jaxpr: Any  # jax.extend.core.Jaxpr; its constvars stand for the closed-over arrays
+    operands: list[Any]
+    num_weights: int  # the operands before the call's arguments
+    unflatten: Callable[[Sequence[Any]], Any]
+    built: dict[Hashable, Any] | None  # what was made of this program before; `None`: don't keep it
+
+    @property
+    def in_types(self) -> list[Any]:
+        return [v.aval for v in (*self.jaxpr.constvars, *self.jaxpr.invars)]
+
+    @property
+    def out_types(self) -> list[Any]:
+        return [v.aval for v in self.jaxpr.outvars]
+
+    def evaluator(self) -> Callable[..., list[Any]]:
+        """The layer as a function of the operands."""
+        jaxpr, num_consts = self.jaxpr, len(self.jaxpr.constvars)
+
+        def evaluate(*operands: Any) -> list[Any]:
+            return jax.core.eval_jaxpr(jaxpr, operands[:num_consts], *operands[num_consts:])
+
+        return evaluate
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced: JAX arrays, typed PRNG keys, NumPy arrays and scalars of numbers."""
+    if isinstance(leaf, jax.Array):
+        return True
+    return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """Traces `fn(*args, **kwargs)`, or finds the trace of an earlier call with the same types.
+
+    An exception inside the layer is the user's and arrives unchanged.
+    """
+    callee = _as_pytree(fn)
+    num_callee = len(jax.tree.leaves(callee))
+    leaves, treedef = jax.tree.flatten((callee, args, kwargs))
+    is_dynamic = tuple(map(is_array, leaves))
+    arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
+    flat = _flat_layer(_name(fn), leaves, treedef, is_dynamic)
+    closed, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    out_leaves, out_treedef = jax.tree.flatten(out, is_leaf=_is_static_output)
+
+    def unflatten(outputs: Sequence[Any]) -> Any:
+        arrays = iter(outputs)
+        return jax.tree.unflatten(
+            out_treedef, [x.value if _is_static_output(x) else next(arrays) for x in out_leaves]
+        )
+
+    consts = list(closed.consts)
+    # A closed-over tracer belongs to one outer trace: nothing built on it may outlive that.
+    lasting = not any(isinstance(c, jax.core.Tracer) for c in consts)
+    return Program(
+        closed.jaxpr,
+        consts + arrays,
+        len(consts) + sum(is_dynamic[:num_callee]),
+        unflatten,
+        flat.built if lasting else None,
+    )
+
+
+# -- The callable --------------------------------------------------------------------------------
+
+
+def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _as_pytree(fn: Callable[..., Any]) -> Any:
+    """The callable with the arrays inside it visible: bound methods and partials are opened."""
+    if isinstance(fn, types.MethodType):
+        return jax.tree_util.Partial(fn.__func__, fn.__self__)
+    if type(fn) is ft.partial:
+        return jax.tree_util.Partial(_call, _as_pytree(fn.func), *fn.args, **fn.keywords)
+    return fn
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, ft.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+# -- Static values -------------------------------------------------------------------------------
+
+
+class _StaticOutput:
+    """A result that is no array, on its way through a pytree of arrays."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+jax.tree_util.register_static(_StaticOutput)
+
+
+def _is_static_output(x: Any) -> bool:
+    return isinstance(x, _StaticOutput)
+
+
+class _StaticInput:
+    """A static leaf as part of a cache key: `1`, `1.0` and `True` differ, and so do `0.0`, `-0.0`."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        shown = repr(value) if isinstance(value, float | complex) else ""
+        self._key = (type(value), shown, value)
+        self._hash = hash(self._key)  # TypeError for unhashable values: such calls are not cached
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _StaticInput) and (
+            self.value is other.value or self._key == other._key
+        )
+
+
+# -- Tracing once --------------------------------------------------------------------------------
+
+
+class _FlatLayer:
+    """A layer as a function of its arrays alone. JAX caches its traces by the identity of this."""
+
+    def __init__(
+        self, name: str, leaves: list[Any], treedef: Any, is_dynamic: tuple[bool, ...], weak: bool
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._treedef = treedef
+        self._is_dynamic = is_dynamic
+        self._static = [None if d else x for x, d in zip(leaves, is_dynamic, strict=True)]
+        self._anchor = None
+        if weak:
+            self._anchor, self._static[0] = weakref.ref(leaves[0]), None
+        self.built: dict[Hashable, Any] = {}
+
+    def __call__(self, *arrays: Any) -> Any:
+        rest = iter(arrays)
+        leaves = [
+            next(rest) if d else x for x, d in zip(self._static, self._is_dynamic, strict=True)
+        ]
+        if self._anchor is not None:
+            leaves[0] = self._anchor()
+        callee, args, kwargs = jax.tree.unflatten(self._treedef, leaves)
+        out = callee(*args, **kwargs)
+        return jax.tree.map(lambda x: x if is_array(x) else _StaticOutput(x), out)
+
+
+_MAX_KEPT = 256  # flat layers kept per function
+
+# Keyed by the identity of a function, which is not kept alive; the key 0 is for callables that are
+# pytrees, of which only the static parts are kept.
+_FLAT_LAYERS: dict[int, OrderedDict[Hashable, _FlatLayer]] = {0: OrderedDict()}
+
+
+def _flat_layer(
+    name: str, leaves: list[Any], treedef: Any, is_dynamic: tuple[bool, ...]
+) -> _FlatLayer:
+    first = leaves[0] if leaves and not is_dynamic[0] else None
+    weak = first is not None and type(first).__weakrefoffset__ != 0
+    anchor = id(first) if weak else 0
+    try:
+        static = tuple(
+            _StaticInput(x)
+            for x, dynamic in zip(leaves[weak:], is_dynamic[weak:], strict=True)
+            if not dynamic
+        )
+        key = (treedef, is_dynamic, static)
+        hash(key)
+    except TypeError:
+        return _FlatLayer(name, leaves, treedef, is_dynamic, weak=False)
+    if anchor not in _FLAT_LAYERS:
+        _FLAT_LAYERS[anchor] = OrderedDict()
+        weakref.finalize(first, _FLAT_LAYERS.pop, anchor, None)
+    kept = _FLAT_LAYERS[anchor]
+    if key not in kept:
+        kept[key] = _FlatLayer(name, leaves, treedef, is_dynamic, weak)
+        while len(kept) > _MAX_KEPT:
+            kept.popitem(last=False)
+    return kept[key]
