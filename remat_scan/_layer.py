@@ -174,6 +174,10 @@ def _run(
         # drops the loop after all, the recomputation survives.
         layer = jax.checkpoint(layer, policy=policy.as_function())
     layer = isolate(layer, program.in_types, program.out_types, program.num_weights, isolation)
+    # Under `jit` the layers of a stack that are alike share one jaxpr, so that differentiating and
+    # lowering cost once, not per layer; XLA inlines the calls. It also names the layer in profiles.
+    layer.__name__ = program.name
+    layer = jax.jit(layer)
     if program.built is not None:
         program.built[key] = layer
     return program.unflatten(layer(*program.operands))

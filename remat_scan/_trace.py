@@ -23,6 +23,7 @@ class Program(NamedTuple):
     itself (a module's weights), then those among the call's arguments.
     """
 
+    name: str
     jaxpr: Any  # jax.extend.core.Jaxpr; its constvars stand for the closed-over arrays
     operands: list[Any]
     num_weights: int  # the operands before the call's arguments
@@ -64,7 +65,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     leaves, treedef = jax.tree.flatten((callee, args, kwargs))
     is_dynamic = tuple(map(is_array, leaves))
     arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
-    flat = _flat_layer(_name(fn), leaves, treedef, is_dynamic)
+    name = _name(fn)
+    flat = _flat_layer(name, leaves, treedef, is_dynamic)
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     out_leaves, out_treedef = jax.tree.flatten(out, is_leaf=_is_static_output)
 
@@ -78,6 +80,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     # A closed-over tracer belongs to one outer trace: nothing built on it may outlive that.
     lasting = not any(isinstance(c, jax.core.Tracer) for c in consts)
     return Program(
+        name,
         closed.jaxpr,
         consts + arrays,
         len(consts) + sum(is_dynamic[:num_callee]),
