@@ -39,11 +39,11 @@ def isolate(
     if isolation in ("loop", "both"):
         fn = _in_loop(fn, in_types, out_types, streams_from)
     if isolation in ("barrier", "both"):
-        fn = _behind_barrier(fn)
+        fn = _behind_barrier(fn, in_types)
     return fn
 
 
-def _behind_barrier(fn: Flat) -> Flat:
+def _behind_barrier(fn: Flat, in_types: Sequence[Any]) -> Flat:
     """A barrier over all operands; its transpose is one over all their cotangents.
 
     So the layer starts when all operands exist, and in the backward pass the layer before starts
@@ -52,7 +52,11 @@ def _behind_barrier(fn: Flat) -> Flat:
     """
 
     def with_barrier(*operands: Any) -> Sequence[Any]:
-        return fn(*jax.lax.optimization_barrier(list(operands)))
+        inner = list(operands)
+        held = [i for i, t in enumerate(in_types) if not _is_mutable(t)]
+        for i, x in zip(held, jax.lax.optimization_barrier([inner[i] for i in held]), strict=True):
+            inner[i] = x
+        return fn(*inner)
 
     return with_barrier
 
@@ -64,16 +68,17 @@ def _in_loop(
 
     How operands and outputs travel is decided by what compiles smaller:
 
-    - an output with the type of an operand takes over that operand's place in the carry: the stream
+    - an output with the type of an argument takes over that argument's place in the carry: the stream
       of activations is updated in place;
     - other operands are `xs`, so that their cotangents leave the backward loop as `ys` instead of
       being added up in its carry;
     - other outputs are `ys`;
-    - operands in host memory are closed over: slicing them would need a copy on the device.
+    - operands in host memory are closed over: slicing them would need a copy on the device; and so
+      are mutable arrays, which can't be copied.
     """
-    slots = _match(in_types, out_types, streams_from)
+    slots = streams(in_types, out_types, streams_from)
     carried = list(slots.values())
-    stacked = [i for i, t in enumerate(in_types) if i not in carried and not _on_host(t)]
+    stacked = [i for i, t in enumerate(in_types) if i not in carried and not _stays_put(t)]
     others = [o for o in range(len(out_types)) if o not in slots]
 
     def in_loop(*operands: Any) -> Sequence[Any]:
@@ -99,11 +104,11 @@ def _in_loop(
     return in_loop
 
 
-def _match(
+def streams(
     in_types: Sequence[Any], out_types: Sequence[Any], streams_from: int
 ) -> dict[int, int]:
-    """Which operand's place each output can take over: arguments before weights, each once."""
-    free = [*range(streams_from, len(in_types)), *range(streams_from)]
+    """Which argument each output continues: the first of its type, each once; never a weight."""
+    free = [i for i in range(streams_from, len(in_types)) if not _stays_put(in_types[i])]
     slots: dict[int, int] = {}
     for o, out_type in enumerate(out_types):
         for i in free:
@@ -114,5 +119,9 @@ def _match(
     return slots
 
 
-def _on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+def _stays_put(aval: Any) -> bool:
+    return _is_mutable(aval) or getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _is_mutable(aval: Any) -> bool:
+    return isinstance(aval, jax.ref.AbstractRef)

@@ -1,15 +1,18 @@
 """`checkpointed_layer` and `isolated_scan`: a layer behind a boundary that XLA's scheduler respects."""
 
 import functools as ft
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from ._isolation import Isolation, check_isolation, isolate
-from ._policies import Policy, PolicyLike, resolve
-from ._trace import trace
+from ._isolation import Flat, Isolation, check_isolation, isolate, streams
+from ._offload import offloading_layer
+from ._policies import LAYER_INPUT, Policy, PolicyLike, resolve
+from ._trace import Program, trace
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,7 +81,7 @@ def checkpointed_layer(
     A callable with the name, docstring, signature and results of `fn`.
 
     **Raises:** `ValueError` for an unknown policy or isolation, and `TypeError` if `fn` is not
-    callable.
+    callable, or is a class, a generator function or a coroutine function.
     """
     resolved = resolve(policy)
     check_isolation(isolation)
@@ -127,10 +130,27 @@ def _decorate(
 ) -> Callable[..., Any]:
     if fn is None:
         return ft.partial(_decorate, decorator, policy=policy, isolation=isolation)
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(_decorate(decorator, fn.__func__, policy, isolation))
     if not callable(fn):
         raise TypeError(
             f"{decorator} wraps a callable, got {fn!r}. Options are keywords: "
             f"@{decorator}(isolation={isolation!r})."
+        )
+    if inspect.isclass(fn):
+        raise TypeError(
+            f"{decorator} wraps a layer, got the class {fn.__qualname__}: wrap an instance, or decorate "
+            "the class's __call__."
+        )
+    call = fn if inspect.isroutine(fn) or isinstance(fn, ft.partial) else type(fn).__call__
+    if (
+        inspect.isgeneratorfunction(call)
+        or inspect.iscoroutinefunction(call)
+        or inspect.isasyncgenfunction(call)
+    ):
+        raise TypeError(
+            f"{decorator} wraps a function that returns its results, got the generator or coroutine "
+            f"function {fn!r}, whose body runs after the call has returned."
         )
     if not jax.tree_util.all_leaves([fn]):
         return eqx.module_update_wrapper(_WrappedModule(fn, policy, isolation))
@@ -153,7 +173,7 @@ class _WrappedModule(eqx.Module):
     def __wrapped__(self) -> Callable[..., Any]:
         return self._fn
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return _run(self._fn, self._policy, self._isolation, args, kwargs)
 
 
@@ -169,15 +189,39 @@ def _run(
     if program.built is not None and key in program.built:
         return program.unflatten(program.built[key](*program.operands))
     layer = program.evaluator()
-    if policy.checkpoint:
-        # `prevent_cse` stays on also inside the loop: it costs nothing there, and if a compiler
-        # drops the loop after all, the recomputation survives.
-        layer = jax.checkpoint(layer, policy=policy.as_function())
-    layer = isolate(layer, program.in_types, program.out_types, program.num_weights, isolation)
+    if policy.action(LAYER_INPUT) == "offload":
+        layer = _tag_inputs(layer, program)
+    if policy.offloads and isolation != "none":
+        layer = offloading_layer(layer, program.num_weights, policy, isolation)
+    else:
+        if policy.checkpoint:
+            # `prevent_cse` stays on also inside the loop: it costs nothing there, and if a compiler
+            # drops the loop after all, the recomputation survives.
+            layer = jax.checkpoint(layer, policy=policy.as_function())
+        layer = isolate(layer, program.in_types, program.out_types, program.num_weights, isolation)
     # Under `jit` the layers of a stack that are alike share one jaxpr, so that differentiating and
     # lowering cost once, not per layer; XLA inlines the calls. It also names the layer in profiles.
-    layer.__name__ = program.name
-    layer = jax.jit(layer)
+    layer = jax.jit(_named(layer, program.name))
     if program.built is not None:
         program.built[key] = layer
     return program.unflatten(layer(*program.operands))
+
+
+def _tag_inputs(fn: Flat, program: Program) -> Flat:
+    """Names the arguments that an output continues, for policies that offload a layer's input."""
+    inputs = set(streams(program.in_types, program.out_types, program.num_weights).values())
+
+    def tagged(*operands: Any) -> Sequence[Any]:
+        return fn(
+            *(checkpoint_name(x, LAYER_INPUT) if i in inputs else x for i, x in enumerate(operands))
+        )
+
+    return tagged
+
+
+def _named(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def layer(*operands: Any) -> Any:
+        return fn(*operands)
+
+    layer.__name__ = layer.__qualname__ = name
+    return layer

@@ -19,6 +19,9 @@ Unnamed: TypeAlias = Literal[
 _QKV = ("query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj")
 _MLP_IN = ("mlpwi_0", "mlpwi_1", "mlpwi")
 
+# What the layer's own input is called: the argument that an output continues. Layers need not tag it.
+LAYER_INPUT = "decoder_layer_input"
+
 # The names that policies below know; tag with `jax.ad_checkpoint.checkpoint_name`.
 TENSOR_NAMES: tuple[str, ...] = (
     *_QKV,
@@ -26,7 +29,7 @@ TENSOR_NAMES: tuple[str, ...] = (
     *_MLP_IN,
     "mlpwo",
     "context",
-    "decoder_layer_input",
+    LAYER_INPUT,
 )
 _DOTS = ("dot_general", "conv_general_dilated", "scaled_matmul_wrapper")
 
