@@ -1,14 +1,15 @@
 """A call of any layer as a flat program: arrays in, arrays out, everything else static.
 
-This is where "arrays are traced, everything else is static" is decided, and where a layer is traced:
-once per function, static values and array types, however often it is called or wrapped.
+This is where "arrays are traced, everything else is static" is decided, and where a layer is
+traced: once per function, static values and array types, however often it is called or wrapped.
 """
 
+import contextlib
 import functools as ft
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,8 +50,9 @@ class Program(NamedTuple):
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced: JAX arrays, typed PRNG keys, NumPy arrays and scalars of numbers."""
-    if isinstance(leaf, jax.Array):
+    """Whether a leaf is traced: JAX arrays, mutable ones too, typed PRNG keys, NumPy arrays and
+    NumPy scalars of numbers."""
+    if isinstance(leaf, jax.Array | jax.ref.Ref):
         return True
     return isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm"
 
@@ -92,7 +94,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 # -- The callable --------------------------------------------------------------------------------
 
 
-def _call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
@@ -129,7 +131,7 @@ def _is_static_output(x: Any) -> bool:
 
 
 class _StaticInput:
-    """A static leaf as part of a cache key: `1`, `1.0` and `True` differ, and so do `0.0`, `-0.0`."""
+    """A static leaf in a cache key: `1`, `1.0` and `True` differ, and so do `0.0` and `-0.0`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -178,9 +180,18 @@ class _FlatLayer:
 
 _MAX_KEPT = 256  # flat layers kept per function
 
+
+class _Kept:
+    """The flat layers of one function, for as long as what it closes over stays the same."""
+
+    def __init__(self) -> None:
+        self.captured: list[Any] | None = None
+        self.layers: OrderedDict[Hashable, _FlatLayer] = OrderedDict()
+
+
 # Keyed by the identity of a function, which is not kept alive; the key 0 is for callables that are
 # pytrees, of which only the static parts are kept.
-_FLAT_LAYERS: dict[int, OrderedDict[Hashable, _FlatLayer]] = {0: OrderedDict()}
+_FLAT_LAYERS: dict[int, _Kept] = {0: _Kept()}
 
 
 def _flat_layer(
@@ -200,11 +211,76 @@ def _flat_layer(
     except TypeError:
         return _FlatLayer(name, leaves, treedef, is_dynamic, weak=False)
     if anchor not in _FLAT_LAYERS:
-        _FLAT_LAYERS[anchor] = OrderedDict()
+        _FLAT_LAYERS[anchor] = _Kept()
         weakref.finalize(first, _FLAT_LAYERS.pop, anchor, None)
     kept = _FLAT_LAYERS[anchor]
-    if key not in kept:
-        kept[key] = _FlatLayer(name, leaves, treedef, is_dynamic, weak)
-        while len(kept) > _MAX_KEPT:
-            kept.popitem(last=False)
-    return kept[key]
+    if weak and kept.captured != (captured := _captured(first)):
+        kept.captured, kept.layers = captured, OrderedDict()
+    layers = kept.layers
+    if (flat := layers.get(key)) is None:
+        layers[key] = flat = _FlatLayer(name, leaves, treedef, is_dynamic, weak)
+        while len(layers) > _MAX_KEPT:
+            layers.popitem(last=False)
+    return flat
+
+
+# -- What a function closes over -----------------------------------------------------------------
+
+
+class _CapturedArray:
+    """An array that a function closes over, compared by identity and not kept alive."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = weakref.ref(array)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._array()
+        return mine is not None and isinstance(other, _CapturedArray) and mine is other._array()
+
+
+def _captured(fn: Any) -> list[Any]:
+    """Arrays and constants in the closure of a function, or among the attributes of an object.
+
+    A cached trace holds the values of these. A loop that rebinds them, such as
+
+    ```python
+    @checkpointed_layer
+    def layer(x):
+        return x @ w
+
+    for w in weights:
+        x = layer(x)
+    ```
+
+    or a method of an object whose attributes were set anew, would silently get the first ones
+    again. State that is further away (globals, attributes of attributes) is read when a layer is
+    traced, as under `jax.jit`.
+    """
+    found, seen, functions = [], set(), [fn]
+    while functions:
+        fn = functions.pop()
+        seen.add(id(fn))
+        for leaf in _leaves(_state(fn)):
+            if isinstance(leaf, types.FunctionType):
+                functions += [leaf] if id(leaf) not in seen else []
+            elif is_array(leaf) and type(leaf).__weakrefoffset__ != 0:
+                found.append(_CapturedArray(leaf))
+            elif isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
+                found.append(_StaticInput(leaf))
+    return found
+
+
+def _state(fn: Any) -> list[Any]:
+    if not isinstance(fn, types.FunctionType):
+        return list(getattr(fn, "__dict__", {}).values())
+    contents = []
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            contents.append(cell.cell_contents)
+    return contents
+
+
+def _leaves(values: list[Any]) -> Iterator[Any]:
+    for value in values:
+        with contextlib.suppress(TypeError, ValueError):  # for example a dictionary of unlike keys
+            yield from jax.tree.leaves(value)
