@@ -1,13 +1,20 @@
 """remat_scan makes ``jax.checkpoint`` keep its promise: one layer's working set alive at a time."""
 
+from ._compile import CompilerError as CompilerError
 from ._layer import (
     checkpointed_layer as checkpointed_layer,
     isolated_scan as isolated_scan,
+)
+from ._memory import (
+    MemoryReport as MemoryReport,
+    compare_reports as compare_reports,
+    memory_report as memory_report,
 )
 from ._policies import (
     POLICY_NAMES as POLICY_NAMES,
     TENSOR_NAMES as TENSOR_NAMES,
     Policy as Policy,
 )
+from ._targets import MissingPluginError as MissingPluginError
 
 __version__ = "0.1.0"

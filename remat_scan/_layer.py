@@ -139,8 +139,8 @@ def _decorate(
         )
     if inspect.isclass(fn):
         raise TypeError(
-            f"{decorator} wraps a layer, got the class {fn.__qualname__}: wrap an instance, or decorate "
-            "the class's __call__."
+            f"{decorator} wraps a layer, got the class {fn.__qualname__}: wrap an instance, or "
+            "decorate the class's __call__."
         )
     call = fn if inspect.isroutine(fn) or isinstance(fn, ft.partial) else type(fn).__call__
     if (
@@ -149,8 +149,8 @@ def _decorate(
         or inspect.isasyncgenfunction(call)
     ):
         raise TypeError(
-            f"{decorator} wraps a function that returns its results, got the generator or coroutine "
-            f"function {fn!r}, whose body runs after the call has returned."
+            f"{decorator} wraps a function that returns its results, got the generator or "
+            f"coroutine function {fn!r}, whose body runs after the call has returned."
         )
     if not jax.tree_util.all_leaves([fn]):
         return eqx.module_update_wrapper(_WrappedModule(fn, policy, isolation))

@@ -64,7 +64,8 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     callee = _as_pytree(fn)
     num_callee = len(jax.tree.leaves(callee))
-    leaves, treedef = jax.tree.flatten((callee, args, kwargs))
+    # As pairs, because a dictionary's order would not survive.
+    leaves, treedef = jax.tree.flatten((callee, args, tuple(kwargs.items())))
     is_dynamic = tuple(map(is_array, leaves))
     arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
     name = _name(fn)
@@ -94,8 +95,10 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 # -- The callable --------------------------------------------------------------------------------
 
 
-def _call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs)
+def _call_partial(
+    fn: Callable[..., Any], partial_kwargs: Sequence[Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return fn(*args, **{**dict(partial_kwargs), **kwargs})
 
 
 def _as_pytree(fn: Callable[..., Any]) -> Any:
@@ -103,7 +106,8 @@ def _as_pytree(fn: Callable[..., Any]) -> Any:
     if isinstance(fn, types.MethodType):
         return jax.tree_util.Partial(fn.__func__, fn.__self__)
     if type(fn) is ft.partial:
-        return jax.tree_util.Partial(_call, _as_pytree(fn.func), *fn.args, **fn.keywords)
+        keywords = tuple(fn.keywords.items())
+        return jax.tree_util.Partial(_call_partial, _as_pytree(fn.func), keywords, *fn.args)
     return fn
 
 
@@ -174,7 +178,7 @@ class _FlatLayer:
         if self._anchor is not None:
             leaves[0] = self._anchor()
         callee, args, kwargs = jax.tree.unflatten(self._treedef, leaves)
-        out = callee(*args, **kwargs)
+        out = callee(*args, **dict(kwargs))
         return jax.tree.map(lambda x: x if is_array(x) else _StaticOutput(x), out)
 
 
