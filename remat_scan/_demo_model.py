@@ -175,8 +175,9 @@ class Adam(NamedTuple):
 
     @classmethod
     def init(cls, model: Decoder) -> "Adam":
-        zeros = jax.tree.map(jnp.zeros_like, model)
-        return cls(jnp.zeros((), jnp.int32), zeros, zeros)
+        # Two trees of zeros: a buffer can't be donated twice.
+        mean, square = (jax.tree.map(jnp.zeros_like, model) for _ in range(2))
+        return cls(jnp.zeros((), jnp.int32), mean, square)
 
     def update(self, model: Decoder, gradients: Decoder) -> tuple[Decoder, "Adam"]:
         b1, b2, step = 0.9, 0.98, self.step + 1

@@ -132,7 +132,7 @@ def memory_report(
     *args: Any,
     target: str = "cpu",
     donate_argnums: int | Sequence[int] = (),
-    timeout: float | None = None,
+    timeout: float | int | None = None,
     progress: bool = True,
     **kwargs: Any,
 ) -> MemoryReport:

@@ -170,8 +170,6 @@ def environment(target: Target) -> dict[str, str]:
         }
     if target.platform == "cuda":
         env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    if target.platform == "cpu":
-        env |= {"JAX_NUM_CPU_DEVICES": str(target.devices)}
     return env
 
 
