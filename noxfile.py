@@ -18,7 +18,9 @@ def group(name: str) -> list[str]:
 def starts(python: str) -> bool:
     """Version managers leave shims on the path that only print an error."""
     found = shutil.which(f"python{python}")
-    return found is not None and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0
+    return (
+        found is not None and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0
+    )
 
 
 PYTHONS = [v for v in ("3.11", "3.12", "3.13", "3.14") if starts(v)]

@@ -30,7 +30,7 @@ Modules are looked for in the current directory first.
 """
 
 
-class _Mistake(Exception):
+class _MistakeError(Exception):
     """Bad input: one clear line for the user."""
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
-    except _Mistake as mistake:
+    except _MistakeError as mistake:
         print(f"remat-scan: {mistake}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -104,9 +104,9 @@ def _report(options: argparse.Namespace) -> int:
         try:
             reports[target] = memory_report(fn, *args, target=target, timeout=options.timeout)
         except (ValueError, ImportError, RuntimeError, TimeoutError) as error:
-            raise _Mistake(_one_line(error)) from None
+            raise _MistakeError(_one_line(error)) from None
         except Exception as error:
-            raise _Mistake(f"{options.program}: {_users_line(error)}") from None
+            raise _MistakeError(f"{options.program}: {_users_line(error)}") from None
     if options.json:
         print(json.dumps({t: json.loads(r.to_json()) for t, r in reports.items()}, indent=1))
     else:
@@ -119,27 +119,27 @@ def _report(options: argparse.Namespace) -> int:
 def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise _Mistake(f"expected module:fn, as train:step_and_args, got {name!r}")
+        raise _MistakeError(f"expected module:fn, as train:step_and_args, got {name!r}")
     sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise _Mistake(f"{module_name} needs {error.name}, which is not installed") from None
-        raise _Mistake(f"there is no module {error.name!r} here or on the path") from None
+            raise _MistakeError(f"{module_name} needs {error.name}, which is not installed") from None
+        raise _MistakeError(f"there is no module {error.name!r} here or on the path") from None
     except Exception as error:
-        raise _Mistake(f"importing {module_name}: {_users_line(error)}") from None
+        raise _MistakeError(f"importing {module_name}: {_users_line(error)}") from None
     try:
         build = getattr(module, attribute)
     except AttributeError:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise _Mistake(f"{module_name} has no {attribute!r}; it has {', '.join(names)}") from None
+        raise _MistakeError(f"{module_name} has no {attribute!r}; it has {', '.join(names)}") from None
     try:
         built = build()
     except Exception as error:
-        raise _Mistake(f"{name}(): {_users_line(error)}") from None
+        raise _MistakeError(f"{name}(): {_users_line(error)}") from None
     if not isinstance(built, tuple) or not built or not callable(built[0]):
-        raise _Mistake(f"{name}() has to return (step, *args), got {type(built).__name__}")
+        raise _MistakeError(f"{name}() has to return (step, *args), got {type(built).__name__}")
     return built[0], built[1:]
 
 
@@ -196,9 +196,7 @@ def _targets(options: argparse.Namespace) -> int:
     for row in rows:
         state = "installed" if row["compiler_installed"] else "missing"
         print(f"{row['target']:<16}{row['devices']:>8}  {state}")
-    print(
-        "\nOther sizes work too: cpu:N, a TPU's chips along each axis (v5p:4x4x4), a GPU's :N."
-    )
+    print("\nOther sizes work too: cpu:N, a TPU's chips along each axis (v5p:4x4x4), a GPU's :N.")
     return 0
 
 
@@ -210,7 +208,9 @@ def _one_line(error: BaseException) -> str:
 def _users_line(error: BaseException) -> str:
     """An error in the user's own code, with the last of their lines."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "remat_scan/_" not in f.filename]
+    own = [
+        f for f in frames if "site-packages" not in f.filename and "remat_scan/_" not in f.filename
+    ]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {_one_line(error)}{where}"
 

@@ -81,7 +81,7 @@ def attend(
     T, K = query.shape[-2:]
     scores = jnp.einsum("bhtk,bsk->bhts", query, key).astype(jnp.float32) / math.sqrt(K)
     distance = jnp.arange(T)[:, None] - jnp.arange(T)
-    weights = jnp.exp(scores) * ((0 <= distance) & (distance < (window or T)))
+    weights = jnp.exp(scores) * ((distance >= 0) & (distance < (window or T)))
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.einsum("bhts,bsk->bhtk", weights.astype(value.dtype), value)
 
@@ -142,7 +142,9 @@ class Decoder(eqx.Module):
     def __init__(self, size: Size, *, key: Array) -> None:
         keys = jax.random.split(key, len(size.layers) + 1)
         self.embedding = normal(keys[0], 256, size.width, fan_in=size.width)
-        self.layers = tuple(Layer(size, s, key=k) for s, k in zip(size.layers, keys[1:], strict=True))
+        self.layers = tuple(
+            Layer(size, s, key=k) for s, k in zip(size.layers, keys[1:], strict=True)
+        )
         self.norm = jnp.ones(size.width)
         self.size = size
 

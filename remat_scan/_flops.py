@@ -34,7 +34,9 @@ def _count(eqn: Any) -> tuple[int, bool]:
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape
-        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted), True
+        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(
+            lhs[d] for d in contracted
+        ), True
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         out_features = kernel[params["dimension_numbers"].rhs_spec[0]]

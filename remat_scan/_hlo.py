@@ -114,7 +114,9 @@ class Module:
         name = op_name[1] if op_name else ""
         if block.is_argument:
             return name or made_by.name, "argument"
-        parts = [p for p in name.split("/") if p not in ("while", "body", "closed_call", "eval_jaxpr")]
+        parts = [
+            p for p in name.split("/") if p not in ("while", "body", "closed_call", "eval_jaxpr")
+        ]
         operation = "/".join(parts[1:]) if len(parts) > 1 else made_by.opcode
         return self._frames.line(made_by.rest) or made_by.name, operation
 
@@ -217,7 +219,9 @@ class Module:
         pairs: list[tuple[Any, Any]] = []
         if is_entry:
             by_number = {int(p.operands[0]): values[p.name] for p in parameters}
-            pairs = [(results[o], by_number[p]) for o, p in self._donated.items() if o < len(results)]
+            pairs = [
+                (results[o], by_number[p]) for o, p in self._donated.items() if o < len(results)
+            ]
         elif len(parameters) == 1 and isinstance(values[parameters[0].name], list):
             pairs = list(zip(results, values[parameters[0].name], strict=False))
         return {

@@ -104,9 +104,7 @@ def _in_loop(
     return in_loop
 
 
-def streams(
-    in_types: Sequence[Any], out_types: Sequence[Any], streams_from: int
-) -> dict[int, int]:
+def streams(in_types: Sequence[Any], out_types: Sequence[Any], streams_from: int) -> dict[int, int]:
     """Which argument each output continues: the first of its type, each once; never a weight."""
     free = [i for i in range(streams_from, len(in_types)) if not _stays_put(in_types[i])]
     slots: dict[int, int] = {}

@@ -89,9 +89,7 @@ def checkpointed_layer(
 
 
 @overload
-def isolated_scan(
-    fn: Callable[P, R], /, *, isolation: Isolation = "loop"
-) -> Callable[P, R]: ...
+def isolated_scan(fn: Callable[P, R], /, *, isolation: Isolation = "loop") -> Callable[P, R]: ...
 @overload
 def isolated_scan(
     fn: None = None, /, *, isolation: Isolation = "loop"

@@ -4,7 +4,6 @@ import dataclasses
 import html
 import json
 import re
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -87,7 +86,9 @@ class MemoryReport:
                 )
             if len(self.buffers) > top:
                 rest = sum(b.bytes for b in self.buffers[top:])
-                lines.append(f"  {format_bytes(rest):>12}  in {len(self.buffers) - top} more places")
+                lines.append(
+                    f"  {format_bytes(rest):>12}  in {len(self.buffers) - top} more places"
+                )
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str, str]]:
@@ -109,7 +110,9 @@ class MemoryReport:
 
     def to_json(self) -> str:
         """The report as a JSON object, without the program's text; `from_json` reads it."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "hlo"}
+        fields = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "hlo"
+        }
         fields["buffers"] = [dataclasses.asdict(b) for b in self.buffers]
         return json.dumps(fields)
 
@@ -361,7 +364,9 @@ def size_asked_for(message: str) -> int | None:
     ):
         if found := re.search(pattern, message):
             unit = (found[2] or "B")[0].upper()
-            return int(float(found[1]) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(unit, 1))
+            return int(
+                float(found[1]) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(unit, 1)
+            )
     return None
 
 
@@ -454,5 +459,3 @@ def _cell(figure: str, value: Any) -> str:
     if figure == "compile_seconds":
         return f"{value:.1f} s"
     return format_bytes(value)
-
-

@@ -72,7 +72,9 @@ def offloading_layer(fn: Flat, num_weights: int, policy: Policy, isolation: str)
 
         def body(*flat: Any) -> list[Any]:
             rest = iter(flat)
-            operands_, kept_, on_host_ = ([next(rest) for _ in p] for p in (operands, kept, on_host))
+            operands_, kept_, on_host_ = (
+                [next(rest) for _ in p] for p in (operands, kept, on_host)
+            )
             cts = [ct if f else next(rest) for ct, f in zip(cotangents, is_float0, strict=True)]
             from_host = [jax.device_put(x, _DEVICE) for x in on_host_]
             gradients = split.vjp(operands_, kept_, from_host)(cts)
@@ -103,7 +105,7 @@ class _Residuals:
             residuals, self._treedef = jax.tree.flatten(vjp)
             return list(outputs), residuals
 
-        closed, (outputs, residuals) = jax.make_jaxpr(both, return_shape=True)(*operands)
+        closed, (outputs, _residuals) = jax.make_jaxpr(both, return_shape=True)(*operands)
         jaxpr = closed.jaxpr
         self._num_outputs = len(outputs)
         made: dict[Any, tuple[str, int]] = {v: ("operand", i) for i, v in enumerate(jaxpr.invars)}

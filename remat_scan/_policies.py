@@ -95,13 +95,17 @@ class Policy:
         owner: dict[str, str] = {}
         for field, names in lists.items():
             if isinstance(names, str):
-                raise TypeError(f"Policy: {field}={names!r} is one string; write {field}=({names!r},).")
+                raise TypeError(
+                    f"Policy: {field}={names!r} is one string; write {field}=({names!r},)."
+                )
             names = tuple(dict.fromkeys(names))
             for n in names:
                 if not isinstance(n, str):
                     raise TypeError(f"Policy: {field} takes tensor names (strings), got {n!r}.")
                 if owner.setdefault(n, field) != field:
-                    raise ValueError(f"Policy: {n!r} is in {owner[n]} and in {field}; leave it in one.")
+                    raise ValueError(
+                        f"Policy: {n!r} is in {owner[n]} and in {field}; leave it in one."
+                    )
             object.__setattr__(self, field, names)
         if unnamed not in (known := Unnamed.__args__):  # pyright: ignore[reportAttributeAccessIssue]
             raise ValueError(f"Policy: unnamed={unnamed!r} is not one of {', '.join(known)}.")
@@ -201,7 +205,9 @@ class Policy:
         fields = json.loads(text)
         allowed = {f.name for f in dataclasses.fields(cls)} - {"function"}
         if not isinstance(fields, dict) or not set(fields) <= allowed:
-            raise ValueError(f"Policy.from_json: expected an object with {sorted(allowed)}, got {text}")
+            raise ValueError(
+                f"Policy.from_json: expected an object with {sorted(allowed)}, got {text}"
+            )
         return cls(**fields)
 
     @classmethod

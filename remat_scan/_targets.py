@@ -129,7 +129,9 @@ def parse_target(name: str) -> Target:
             gpu = _GPUS.get(chip)
             memory = gpu.memory if gpu else None
             return Target(name, "cuda" if gpu else "cpu", chip, int(size or 1), memory)
-        raise ValueError(f"target {name!r}: after {chip}: comes the number of devices, as {chip}:8.")
+        raise ValueError(
+            f"target {name!r}: after {chip}: comes the number of devices, as {chip}:8."
+        )
     if (tpu := _TPUS.get(chip)) is not None:
         if re.fullmatch("x".join(["[1-9][0-9]{0,3}"] * tpu.axes), size):
             chips = math.prod(map(int, size.split("x")))
@@ -139,7 +141,9 @@ def parse_target(name: str) -> Target:
         )
     near = difflib.get_close_matches(name, (*EXAMPLES, "cpu", *_TPUS, *_GPUS), n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"target {name!r} is not known.{hint} Known, for example: {', '.join(EXAMPLES)}.")
+    raise ValueError(
+        f"target {name!r} is not known.{hint} Known, for example: {', '.join(EXAMPLES)}."
+    )
 
 
 def check_installed(target: Target) -> None:

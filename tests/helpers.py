@@ -213,7 +213,9 @@ def batch_of_keys(dtype):
     def fn(x, keys):
         return x + jax.vmap(lambda k: jax.random.normal(k, (D,), x.dtype))(keys), keys[::-1]
 
-    return Case(lambda wrap, a: wrap(fn)(*a), (stream(dtype), jax.random.split(jax.random.key(2), T)))
+    return Case(
+        lambda wrap, a: wrap(fn)(*a), (stream(dtype), jax.random.split(jax.random.key(2), T))
+    )
 
 
 @layer
@@ -376,9 +378,7 @@ def inner_cond(dtype):
     def fn(w, x, flag):
         return jax.lax.cond(flag, lambda: mlp(w, x), lambda: -x)
 
-    return Case(
-        lambda wrap, a: wrap(fn)(*a), (weights(dtype), stream(dtype), jnp.array(True))
-    )
+    return Case(lambda wrap, a: wrap(fn)(*a), (weights(dtype), stream(dtype), jnp.array(True)))
 
 
 @jax.custom_vjp
@@ -461,7 +461,9 @@ def identity(dtype):
 
 @layer
 def unused_argument(dtype):
-    return Case(lambda wrap, a: wrap(lambda x, y: jnp.sin(x))(*a), (stream(dtype), stream(dtype, 3)))
+    return Case(
+        lambda wrap, a: wrap(lambda x, y: jnp.sin(x))(*a), (stream(dtype), stream(dtype, 3))
+    )
 
 
 @layer

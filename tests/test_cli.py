@@ -44,7 +44,9 @@ def test_report_as_tables(here, capsys):
     assert main(["report", "program_of_user:good", "--target", "cpu", "--target", "cpu:2"]) == 0
     out = capsys.readouterr().out
     assert "cpu:2" in out
-    assert sum(line.split()[:1] == ["temporaries"] for line in out.splitlines()) == 3  # and the comparison
+    assert (
+        sum(line.split()[:1] == ["temporaries"] for line in out.splitlines()) == 3
+    )  # and the comparison
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,8 @@ def test_the_child_compiles_the_program_as_a_direct_compile_would(target):
     assert report.host == 3 * 16384 * 2048 * 4 // 4
     assert report.hlo.count("skip-simplify-while-loops_trip-count-one") >= 6
     assert any("test_memory.py" in b.source for b in report.buffers)
-    assert report.peak is not None and report.peak <= report.needs
+    assert report.peak is not None
+    assert report.peak <= report.needs
     found = sum(b.bytes for b in report.buffers)
     # The list is a reconstruction: the compiler packs small buffers better than it knows.
     assert 0.7 * report.peak <= found <= 1.5 * report.peak
@@ -186,13 +187,15 @@ def test_a_tpu_program_that_does_not_fit(target):
 def test_a_gpu_program_that_does_not_fit(target):
     x = abstract((2**17, 2**17), "float32")
     report = memory_report(lambda x: x @ x, x, target=target)
-    assert report.fits is False and report.needs >= 128 * 2**30
+    assert report.fits is False
+    assert report.needs >= 128 * 2**30
 
 
 def test_json_round_trip_and_text():
     report = memory_report(lambda x: x @ x, abstract((32, 32)))
     assert MemoryReport.from_json(report.to_json()) == report
-    assert "temporaries" in str(report) and "<pre>" in report._repr_html_()
+    assert "temporaries" in str(report)
+    assert "<pre>" in report._repr_html_()
     with pytest.raises(ValueError, match="not a report"):
         MemoryReport.from_json("{}")
 

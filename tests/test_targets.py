@@ -41,7 +41,7 @@ def test_the_nearest_name_is_offered():
 
 @pytest.mark.parametrize("name", ["cpu:0", "h100:x", "h100:-1", "v5p:2x2", "v6e", "tpu7x:0x1x1"])
 def test_bad_sizes_say_what_is_needed(name):
-    with pytest.raises(ValueError, match="after .*: come"):
+    with pytest.raises(ValueError, match=r"after .*: come"):
         parse_target(name)
 
 

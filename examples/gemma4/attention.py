@@ -177,7 +177,7 @@ def _splash(q: Query, k: Key, v: Key, mask: Mask, *, interpret: bool = False) ->
     # Imported late: it needs Pallas, which is slow to import and of no use elsewhere.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
+    (B, T, N, D), (S, _K) = q.shape, k.shape[1:3]
     if T != S or not _is_zero(mask.q_offset) or D % 128:
         raise ValueError(
             "splash attention needs as many queries as keys, no offset and a head size divisible "

@@ -139,7 +139,9 @@ class SelfAttention(eqx.Module):
         return self._rope(self.q_norm(q), positions)
 
     def keys_values(self, x: Tokens, positions: Int[Array, "B T"]) -> KV:
-        assert self.k_proj is not None and self.v_proj is not None and self.k_norm is not None
+        assert self.k_proj is not None
+        assert self.v_proj is not None
+        assert self.k_norm is not None
         k = self._heads(checkpoint_name(self.k_proj(x), "key_proj"))
         v = self._heads(checkpoint_name(self.v_proj(x), "value_proj"))
         return KV(self._rope(self.k_norm(k), positions), self.v_norm(v))
