@@ -274,7 +274,7 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
     """Python's `bool` is an `int` and JSON has no tuples, so types are checked by hand."""
     if annotation in (float, float | None):
         ok = isinstance(value, int | float) and not isinstance(value, bool)
-        ok = ok or (value is None and annotation != float)
+        ok = ok or (value is None and annotation is not float)
     elif annotation in (int, bool):
         ok = type(value) is annotation
     else:

@@ -1,0 +1,215 @@
+"""`python -m benchmarks isolation`: makes the rows that are missing, then writes the tables."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from remat_scan import MissingPluginError, memory_report
+from remat_scan._targets import check_installed, parse_target, versions
+
+from .results import load, measure, save
+from .stack import WAYS, Stack
+
+ROOT = Path(__file__).parent.parent
+
+# case -> target -> what is compiled
+ISOLATION: dict[str, dict[str, Stack]] = {
+    "FSDP over 8": {"h100:8": Stack(16), "tpu7x:2x2x1": Stack(12)},
+    "FSDP over 8, SiLU": {"h100:8": Stack(16, 1536, 6144, length=4096, activation="silu")},
+    "FSDP over 8, GELU, smaller": {"h100:8": Stack(16, 1536, 6144, length=4096)},
+    "one device": {
+        "h100": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
+        "tpu7x:2x2x1": Stack(12, devices=1),
+    },
+}
+DEPTHS = (4, 8, 16, 32)
+
+
+def isolation(options: argparse.Namespace) -> None:
+    """Peak of one training step, by way, target and kind of layer."""
+    for case, targets in ISOLATION.items():
+        for target, stack in targets.items():
+            for way in WAYS:
+                if way == "no remat" and target != "h100:8":
+                    continue
+                _row("isolation", case, target, way, stack, options)
+
+
+def depth(options: argparse.Namespace) -> None:
+    """Peak as a function of the number of layers, on h100:8."""
+    for layers in DEPTHS:
+        for way in ("jax.checkpoint", "loop", "barrier", "loop, input on host"):
+            _row("depth", f"{layers} layers", "h100:8", way, Stack(layers), options)
+
+
+def overhead(options: argparse.Namespace) -> None:
+    """Tracing, compiling and running 24 layers on the CPU of this machine, in one run."""
+    layers, width, hidden = 24, 128, 512
+    x = jnp.ones((8, 256, width))
+    weights = [
+        {
+            "gate": jnp.full((width, hidden), 0.01),
+            "up": jnp.full((width, hidden), 0.01),
+            "down": jnp.full((hidden, width), 0.01),
+        }
+        for _ in range(layers)
+    ]
+    ways = ("jax.checkpoint", "loop", "barrier", "both")
+    stack = Stack(layers, width, hidden, 8, 256, devices=1)
+    times: dict[str, dict[str, list[float]]] = {
+        w: {"trace": [], "compile": [], "step": []} for w in ways
+    }
+    for round_ in range(options.rounds + 1):  # the first warms up
+        compiled: dict[str, Callable[..., Any]] = {}
+        for way in ways:
+            jax.clear_caches()
+            step = jax.jit(stack.program(way)[0].__wrapped__)
+            start = time.perf_counter()
+            traced = step.trace(weights, x)
+            traced_at = time.perf_counter()
+            lowered = traced.lower()
+            lowered_at = time.perf_counter()
+            compiled[way] = lowered.compile()
+            compiled_at = time.perf_counter()
+            if round_:
+                times[way]["trace"].append(traced_at - start)
+                times[way]["compile"].append(compiled_at - lowered_at)
+        for _ in range(5):
+            for way, step in compiled.items():
+                start = time.perf_counter()
+                jax.block_until_ready(step(weights, x))
+                if round_:
+                    times[way]["step"].append(time.perf_counter() - start)
+    base = times["jax.checkpoint"]
+    rows = []
+    for way in ways:
+        row: dict[str, Any] = {"case": "24 layers", "target": "cpu", "configuration": way}
+        for part, seconds in times[way].items():
+            row[f"{part}_seconds"] = round(statistics.median(seconds), 4)
+            ratios = [a / b for a, b in zip(seconds, base[part], strict=True)]
+            row[f"{part}_ratio"] = round(statistics.median(ratios), 3)
+        row["versions"] = versions(parse_target("cpu"))
+        rows.append(row)
+        print(way, {k: v for k, v in row.items() if k.endswith("_ratio")})
+    save("overhead", rows)
+
+
+def _row(
+    name: str, case: str, target: str, way: str, stack: Stack, options: argparse.Namespace
+) -> None:
+    for wanted, given in ((options.only, case), (options.target, target), (options.way, way)):
+        if wanted and wanted != given:
+            return
+    where = parse_target(target)
+    try:
+        check_installed(where)
+    except MissingPluginError as missing:
+        print(missing, file=sys.stderr)
+        return
+    key = {"case": case, "target": target, "configuration": way, "layers": stack.layers}
+
+    def make() -> Any:
+        print(f"compiling {name}: {case}, {target}, {way} …", flush=True)
+        step, *args = stack.program(way)
+        return memory_report(step, *args, target=target)
+
+    row = measure(name, key, versions(where), make, options.again)
+    peak = row["peak_bytes"]
+    shown = f"{peak / 2**30:.2f} GiB" if peak is not None else "does not fit"
+    print(f"{case:<28}{target:<14}{way:<24}{shown}")
+
+
+# -- Tables and plots ------------------------------------------------------------------------------
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Writes the README's tables and the plots from the result files."""
+    del options
+    text = (ROOT / "README.md").read_text()
+    for name, make in (("isolation", _isolation_table), ("overhead", _overhead_table)):
+        begin, end = f"<!-- {name}: made by python -m benchmarks tables -->", f"<!-- end {name} -->"
+        if begin in text:
+            head, rest = text.split(begin)
+            text = head + begin + "\n" + make(load(name)) + "\n" + end + rest.split(end)[1]
+    (ROOT / "README.md").write_text(text)
+    try:
+        _plot_depth(load("depth"))
+    except ImportError:
+        print("no plot: pip install matplotlib", file=sys.stderr)
+
+
+def _isolation_table(rows: list[dict[str, Any]]) -> str:
+    ways = ["no remat", "jax.checkpoint", "loop", "barrier", "loop, input on host"]
+    lines = [
+        "| peak GiB a device | " + " | ".join(f"`{w}`" if "." in w else w for w in ways) + " |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    found = {(r["case"], r["target"], r["configuration"]): r["peak_bytes"] for r in rows}
+    for case, targets in ISOLATION.items():
+        for target, stack in targets.items():
+            peaks = [found.get((case, target, way)) for way in ways]
+            if not any(peaks):
+                continue
+            best = min(p for p in peaks[:4] if p)
+            cells = [
+                "–" if p is None else f"**{p / 2**30:.2f}**" if p == best else f"{p / 2**30:.2f}"
+                for p in peaks
+            ]
+            lines.append(f"| {target}, {stack.layers} layers, {case} | {' | '.join(cells)} |")
+    used = sorted({f"{k} {v}" for r in rows for k, v in r["versions"].items()})
+    return "\n".join(lines) + f"\n\n<sub>{', '.join(used)}</sub>"
+
+
+def _overhead_table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| 24 layers, CPU, × `jax.checkpoint` | trace | compile | step |", "|---|---|---|---|"]
+    lines += [
+        f"| {r['configuration']} | {r['trace_ratio']:.2f} | {r['compile_ratio']:.2f} | "
+        f"{r['step_ratio']:.2f} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def _plot_depth(rows: list[dict[str, Any]]) -> None:
+    import matplotlib.pyplot as plt
+
+    if not rows:
+        return
+    fig, ax = plt.subplots(figsize=(6, 3.6))
+    for way in dict.fromkeys(r["configuration"] for r in rows):
+        points = sorted((r["layers"], r["peak_bytes"]) for r in rows if r["configuration"] == way)
+        ax.plot([n for n, _ in points], [p / 2**30 for _, p in points], "o-", label=way)
+    ax.set(xlabel="layers", ylabel="peak, GiB a device", title="h100:8, gated MLP, FSDP", ylim=0)
+    ax.grid(alpha=0.3)
+    ax.legend()
+    path = ROOT / "docs" / "depth.svg"
+    path.parent.mkdir(exist_ok=True)
+    fig.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one sub-command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for run in (isolation, depth, overhead, tables):
+        command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
+        command.add_argument("--only", metavar="CASE", help="one case")
+        command.add_argument("--target", metavar="T", help="one target")
+        command.add_argument("--way", metavar="W", help=f"one of {', '.join(WAYS)}")
+        command.add_argument("--again", action="store_true", help="also rows that are there")
+        command.add_argument("--rounds", type=int, default=5, help="of overhead (5)")
+        command.set_defaults(run=run)
+    options = parser.parse_args(argv)
+    options.run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

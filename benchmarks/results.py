@@ -1,0 +1,59 @@
+"""Result files: one list of rows for each sub-command, each row remade only when it is missing."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from remat_scan import MemoryReport
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def load(name: str) -> list[dict[str, Any]]:
+    path = FOLDER / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def save(name: str, rows: list[dict[str, Any]]) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    partial = FOLDER / f"{name}.json.part"
+    partial.write_text(json.dumps(rows, indent=1) + "\n")
+    partial.rename(FOLDER / f"{name}.json")
+
+
+def measure(
+    name: str,
+    key: dict[str, Any],
+    versions: dict[str, str],
+    make: Callable[[], MemoryReport],
+    again: bool,
+) -> dict[str, Any]:
+    """The row for `key` and these versions from the file, or a new one, which is stored at once."""
+    rows = load(name)
+    for row in rows:
+        same = row["versions"] == versions and all(row[k] == v for k, v in key.items())
+        if same and not again:
+            return row
+    report = make()
+    row = key | {
+        "needs_bytes": report.needs,
+        "peak_bytes": report.peak,
+        "temp_bytes": report.temporaries,
+        "host_bytes": report.host,
+        "flops": report.flops,
+        "compile_seconds": round(report.compile_seconds, 1),
+        "versions": versions,
+        "commit": commit(),
+    }
+    kept = [r for r in load(name) if any(r[k] != v for k, v in key.items())]
+    save(name, [*kept, row])
+    return row
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=FOLDER.parent
+    )
+    return found.stdout.strip() or "unknown"
