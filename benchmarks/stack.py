@@ -42,8 +42,8 @@ class Stack:
     activation: str = "gelu"
     devices: int = 8  # fully sharded over them, along the width, as in MaxText
 
-    def program(self, way: str) -> tuple[Callable[..., Any], Any, Any]:
-        """`(step, weights, x)`: loss, gradients and SGD; bfloat16 activations, float32 weights."""
+    def step(self, way: str) -> Callable[..., Any]:
+        """Loss, gradients and SGD: `(weights, x) -> weights`."""
         layer = WAYS[way](ft.partial(gated_mlp, ACTIVATIONS[self.activation]))
 
         def loss(weights: Any, x: jax.Array) -> jax.Array:
@@ -55,6 +55,10 @@ class Stack:
             gradients = jax.grad(loss)(weights, x)
             return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
 
+        return step
+
+    def program(self, way: str) -> tuple[Callable[..., Any], Any, Any]:
+        """`(step, weights, x)` with bfloat16 activations and float32 weights, for any target."""
         D, F = self.width, self.hidden
         weights = [
             {
@@ -65,7 +69,7 @@ class Stack:
             for _ in range(self.layers)
         ]
         x = self._array((self.batch * self.devices, self.length, D), "bfloat16", ("fsdp",))
-        return jax.jit(step, donate_argnums=0), weights, x
+        return jax.jit(self.step(way), donate_argnums=0), weights, x
 
     def _array(self, shape: tuple[int, ...], dtype: str, spec: tuple[str | None, ...]) -> Any:
         if self.devices == 1:

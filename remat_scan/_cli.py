@@ -125,7 +125,9 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise _MistakeError(f"{module_name} needs {error.name}, which is not installed") from None
+            raise _MistakeError(
+                f"{module_name} needs {error.name}, which is not installed"
+            ) from None
         raise _MistakeError(f"there is no module {error.name!r} here or on the path") from None
     except Exception as error:
         raise _MistakeError(f"importing {module_name}: {_users_line(error)}") from None
@@ -133,7 +135,9 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         build = getattr(module, attribute)
     except AttributeError:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise _MistakeError(f"{module_name} has no {attribute!r}; it has {', '.join(names)}") from None
+        raise _MistakeError(
+            f"{module_name} has no {attribute!r}; it has {', '.join(names)}"
+        ) from None
     try:
         built = build()
     except Exception as error:

@@ -176,7 +176,9 @@ def compare_gradients() -> dict[str, float]:
     text = next(batches(_as_bytes(real_text()[1]), np.random.default_rng(2), 2))
     results = {}
     for way, wrap in WAYS.items():
-        value_and_grad = jax.jit(jax.value_and_grad(lambda m, w=wrap: loss_in_bits(m, text, w)))
+        value_and_grad = jax.jit(
+            jax.value_and_grad(lambda m, w=wrap: loss_in_bits(m, jnp.asarray(text), w))
+        )
         results[way] = jax.device_get(value_and_grad(model))
 
     def difference(a: np.ndarray, b: np.ndarray) -> float:
@@ -205,7 +207,7 @@ def measure(target: str) -> dict[str, MemoryReport]:
         text = jax.ShapeDtypeStruct(
             (size.batch * devices, size.length + 1), jnp.uint8, sharding=size.sharding
         )
-    step_count = jax.ShapeDtypeStruct((), jnp.int32)
+    step_count: Any = jax.ShapeDtypeStruct((), jnp.int32)
     adam = Adam(step_count, model, model)
     reports = {}
     for way, wrap in WAYS.items():

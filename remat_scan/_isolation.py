@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import jax.ref
 from jax.experimental.xla_metadata import set_xla_metadata
 
 Isolation: TypeAlias = Literal["loop", "barrier", "both", "none"]

@@ -123,9 +123,7 @@ def isolated_scan(
     return _decorate("isolated_scan", fn, resolve("none"), isolation)
 
 
-def _decorate(
-    decorator: str, fn: Callable[..., Any] | None, policy: Policy, isolation: str
-) -> Callable[..., Any]:
+def _decorate(decorator: str, fn: Any, policy: Policy, isolation: str) -> Any:
     if fn is None:
         return ft.partial(_decorate, decorator, policy=policy, isolation=isolation)
     if isinstance(fn, staticmethod | classmethod):

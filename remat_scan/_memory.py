@@ -287,7 +287,7 @@ def _abstract(described: Any, meshes: dict[Any, AbstractMesh]) -> NamedSharding 
             tuple(name for name, _, _ in axes),
             axis_types=tuple(AxisType[type_] for *_, type_ in axes),
         )
-    return NamedSharding(meshes[axes], spec, memory_kind=kind)  # pyright: ignore[reportArgumentType]
+    return NamedSharding(meshes[axes], spec, memory_kind=kind)
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

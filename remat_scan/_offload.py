@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -105,6 +106,7 @@ class _Residuals:
             residuals, self._treedef = jax.tree.flatten(vjp)
             return list(outputs), residuals
 
+        self._treedef: Any = None  # known when `both` has been traced
         closed, (outputs, _residuals) = jax.make_jaxpr(both, return_shape=True)(*operands)
         jaxpr = closed.jaxpr
         self._num_outputs = len(outputs)

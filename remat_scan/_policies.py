@@ -107,7 +107,7 @@ class Policy:
                         f"Policy: {n!r} is in {owner[n]} and in {field}; leave it in one."
                     )
             object.__setattr__(self, field, names)
-        if unnamed not in (known := Unnamed.__args__):  # pyright: ignore[reportAttributeAccessIssue]
+        if unnamed not in (known := Unnamed.__args__):
             raise ValueError(f"Policy: unnamed={unnamed!r} is not one of {', '.join(known)}.")
         if function is not None and (owner or unnamed != "recompute" or not checkpoint):
             raise ValueError("Policy: a function decides everything; give it alone.")
@@ -165,7 +165,7 @@ class Policy:
             for n in (*self.offload, *other.offload)
             if n not in save and "save" not in (self.action(n), other.action(n))
         )
-        order = list(Unnamed.__args__)  # pyright: ignore[reportAttributeAccessIssue]
+        order = list(Unnamed.__args__)
         kept: Any = {self.unnamed, other.unnamed} - {"recompute"}
         if len(kept) == 2 and "offload_dots_with_no_batch_dims" in kept:
             kept.remove("offload_dots_with_no_batch_dims")
@@ -360,7 +360,8 @@ def resolve(policy: PolicyLike) -> Policy:
         _check(policy, POLICY_NAMES, "policy", "policy", "")
         return _NAMED[policy]
     if isinstance(policy, Mapping):
-        return Policy.custom(**policy)
+        words: Any = policy
+        return Policy.custom(**words)
     if callable(policy):
         try:
             known = _KNOWN_FUNCTIONS.get(policy)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.ref
 import numpy as np
 
 
@@ -101,7 +102,7 @@ def _call_partial(
     return fn(*args, **{**dict(partial_kwargs), **kwargs})
 
 
-def _as_pytree(fn: Callable[..., Any]) -> Any:
+def _as_pytree(fn: Any) -> Any:
     """The callable with the arrays inside it visible: bound methods and partials are opened."""
     if isinstance(fn, types.MethodType):
         return jax.tree_util.Partial(fn.__func__, fn.__self__)

@@ -30,7 +30,8 @@ def test_sizes(shape, size, space):
 
 
 def program(body: str, head: str = "", more: str = "") -> str:
-    return f"HloModule m, is_scheduled=true{head}\n\n{more}\nENTRY %main (p: f32[1]) -> f32[1] {{\n{body}\n}}\n"
+    entry = f"ENTRY %main (p: f32[1]) -> f32[1] {{\n{body}\n}}\n"
+    return f"HloModule m, is_scheduled=true{head}\n\n{more}\n{entry}"
 
 
 def peak(text: str) -> int:

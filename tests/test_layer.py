@@ -18,7 +18,6 @@ from helpers import (
     POLICIES,
     Block,
     assert_close,
-    assert_identical,
     block_weights,
     gradients,
     mlp,
@@ -53,9 +52,7 @@ def test_every_policy_gives_the_same_gradients(policy, isolation):
     wrap = checkpointed_layer(policy=POLICIES.get(policy, policy), isolation=isolation)
     for name in ("stack_of_three", "full_attention", "aux_outputs"):
         case = LAYERS[name](jnp.float32)
-        assert_close(
-            gradients(case, wrap), gradients(case, plain), case.roundings(jnp.float32)
-        )
+        assert_close(gradients(case, wrap), gradients(case, plain), case.roundings(jnp.float32))
 
 
 @pytest.mark.parametrize("isolation", ["loop", "barrier", "both"])
@@ -95,9 +92,9 @@ TRANSFORMED = {
     "while_loop": lambda f, x: jax.lax.while_loop(
         lambda c: c[0] < 2, lambda c: (c[0] + 1, f(c[1])), (0, x)
     )[1],
-    "cond": lambda f, x: jax.grad(
-        lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: 2 * x, x).sum()
-    )(x),
+    "cond": lambda f, x: jax.grad(lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: 2 * x, x).sum())(
+        x
+    ),
     "checkpoint": lambda f, x: jax.grad(lambda x: jax.checkpoint(f)(x).sum())(x),
     "filter_jit": lambda f, x: eqx.filter_jit(eqx.filter_value_and_grad(lambda x: f(x).sum()))(x),
     "disable_jit": lambda f, x: _without_jit(f, x),
@@ -289,7 +286,7 @@ def test_nothing_wrapped_stays_alive():
         for isolation in ISOLATIONS:
             for _ in range(5):
                 owner, fn = make()
-                jax.grad(lambda x, f=fn: checkpointed_layer(f, isolation=isolation)(x).sum())(  # noqa: B023
+                jax.grad(lambda x, f=fn: checkpointed_layer(f, isolation=isolation)(x).sum())(
                     jnp.ones(3)
                 )
                 refs.append(weakref.ref(owner))
@@ -354,7 +351,9 @@ def compiled_stack(isolation, policy="full", n=3, width=64):
 )
 def test_loops_and_tags_survive_the_compiler(isolation, loops):
     """One loop a layer forward and one backward, each still tagged."""
-    whiles = [line for line in compiled_stack(isolation).as_text().splitlines() if " while(" in line]
+    whiles = [
+        line for line in compiled_stack(isolation).as_text().splitlines() if " while(" in line
+    ]
     assert len(whiles) == loops
     assert all(TAG in line for line in whiles)
 

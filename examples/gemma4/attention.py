@@ -7,7 +7,7 @@ queries and keys stand in for the usual `1/sqrt(head_dim)`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -42,9 +42,7 @@ class Mask(eqx.Module):
     valid: Bool[Array, "B S"] | None = None
     segments: Int[Array, "B S"] | None = None
 
-    def block(
-        self, q: Int[Array, " Q"], k: Int[Array, " J"], length: int
-    ) -> Bool[Array, "#B Q J"]:
+    def block(self, q: Int[Array, " Q"], k: Int[Array, " J"], length: int) -> Bool[Array, "#B Q J"]:
         """Visibility of the keys at `k` (out of `length`) to the queries numbered `q`."""
         distance = q[:, None] + self.q_offset - k
         seen = (distance >= 0) & (k < length)
@@ -198,11 +196,21 @@ def _splash(q: Query, k: Key, v: Key, mask: Mask, *, interpret: bool = False) ->
         one = splash.LocalMask((length, length), (mask.window - 1, 0), 0)
     run = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([one] * N),
-        block_sizes=splash.BlockSizes(*(block,) * 8),
+        block_sizes=splash.BlockSizes(
+            block,
+            block,
+            block,
+            block,
+            block,
+            block,
+            block,
+            block,  # forward, then backward
+        ),
         residual_checkpoint_name="context",
         interpret=interpret,
     )
-    out = jnp.swapaxes(jax.vmap(run)(q, k, v, segments), 1, 2)[:, :T]
+    out: Any = jax.vmap(run)(q, k, v, segments)
+    out = jnp.swapaxes(out, 1, 2)[:, :T]
     # The kernel averages the values where a query sees no key.
     any_seen = mask.any_seen(T, S)
     return out if any_seen is None else jnp.where(any_seen[..., None, None], out, 0)

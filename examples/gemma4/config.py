@@ -154,7 +154,9 @@ class Config:
                 if not 0 <= token < self.vocab_size:
                     raise ValueError(f"{name} {token} is outside the {self.vocab_size} words")
         if (about := _rough_parameters(self)) > _MAX_PARAMETERS:
-            raise ValueError(f"this config asks for about {about:.1e} parameters; it must be broken")
+            raise ValueError(
+                f"this config asks for about {about:.1e} parameters; it must be broken"
+            )
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "Config":
@@ -306,9 +308,13 @@ def _global_head_dim(text: Mapping[str, Any], kinds: list[str] | tuple[str, ...]
     sizes = {i: text.get("head_dim") for i in range(len(kinds))}
     for key, override in overrides.items():
         if not (isinstance(key, str) and key.isdecimal() and int(key) in sizes):
-            raise ValueError(f"per_layer_config has no layer {key!r}; layers: 0 to {len(kinds) - 1}")
+            raise ValueError(
+                f"per_layer_config has no layer {key!r}; layers: 0 to {len(kinds) - 1}"
+            )
         if not isinstance(override, Mapping) or set(override) - {"head_dim"}:
-            raise ValueError(f"per_layer_config[{key!r}] may set head_dim only, got {override!r:.80}")
+            raise ValueError(
+                f"per_layer_config[{key!r}] may set head_dim only, got {override!r:.80}"
+            )
         sizes[int(key)] = override.get("head_dim", sizes[int(key)])
     full = {repr(sizes[i]) for i, kind in enumerate(kinds) if kind == FULL}
     sliding = {repr(sizes[i]) for i, kind in enumerate(kinds) if kind == SLIDING}

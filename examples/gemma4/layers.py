@@ -259,4 +259,3 @@ class Layer(eqx.Module):
         g = gelu(self.per_layer_input_gate(h)) * ple  # on the stream itself, not normed
         h = h + self.post_per_layer_input_norm(self.per_layer_projection(g))
         return h * self.layer_scalar.astype(h.dtype)  # last: it scales the residual too
-
