@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 _EPILOG = """\
 examples:
   remat-scan doctor                                  what works on this machine
@@ -38,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` and returns the exit code: 0, 1 for a failure, 2 for bad input."""
     argv = list(sys.argv[1:] if argv is None else argv)
     # What is compiled here is for hardware that is elsewhere: plugins must not look for it.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
     if argv[:1] == ["demo"]:  # it has options of its own
         from ._demo import main as demo
 
@@ -150,7 +153,6 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _doctor(options: argparse.Namespace) -> int:
     import platform
 
-    import jax
     import jax.numpy as jnp
 
     from . import __version__

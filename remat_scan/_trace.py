@@ -244,7 +244,7 @@ class _CapturedArray:
 
 
 def _captured(fn: Any) -> list[Any]:
-    """Arrays and constants in the closure of a function, or among the attributes of an object.
+    """Arrays in the closure of a function, or among the attributes of an object.
 
     A cached trace holds the values of these. A loop that rebinds them, such as
 
@@ -258,7 +258,7 @@ def _captured(fn: Any) -> list[Any]:
     ```
 
     or a method of an object whose attributes were set anew, would silently get the first ones
-    again. State that is further away (globals, attributes of attributes) is read when a layer is
+    again. Any other state (numbers, globals, attributes of attributes) is read when a layer is
     traced, as under `jax.jit`.
     """
     found, seen, functions = [], set(), [fn]
@@ -270,8 +270,6 @@ def _captured(fn: Any) -> list[Any]:
                 functions += [leaf] if id(leaf) not in seen else []
             elif is_array(leaf) and type(leaf).__weakrefoffset__ != 0:
                 found.append(_CapturedArray(leaf))
-            elif isinstance(leaf, bool | int | float | complex | str | bytes | np.generic):
-                found.append(_StaticInput(leaf))
     return found
 
 

@@ -3,13 +3,15 @@
 import functools as ft
 import gc
 import inspect
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import (
     ISOLATIONS,
@@ -73,7 +75,8 @@ def pair(request):
 
 
 def near(a, b):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), a, b)
+    """The longest chain in the transformed stacks is some two hundred roundings."""
+    assert_close(a, b, 200)
 
 
 TRANSFORMED = {
@@ -174,29 +177,39 @@ def test_call_forms():
 
 
 def test_a_module_stays_a_pytree_with_the_same_arrays():
-    block = Block(jax.random.key(0)) if "key" not in inspect.signature(Block).parameters else None
-    block = block if block is not None else Block(key=jax.random.key(0))
+    block = Block(jnp.float32)
     wrapped = checkpointed_layer(block)
     for a, b in zip(jax.tree.leaves(wrapped), jax.tree.leaves(block), strict=True):
         assert a is b
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"policy": "minimul"}, ValueError, "Did you mean 'minimal'"),
-        ({"policy": 3}, TypeError, "expected a remat_scan.Policy"),
-        ({"isolation": "loops"}, ValueError, "'loop', 'barrier', 'both', 'none'"),
-    ],
-)
-def test_bad_options_are_refused_when_decorating(arguments, error, words):
-    with pytest.raises(error, match=words):
-        checkpointed_layer(**arguments)
-
-
-def test_wrapping_something_that_is_no_function():
-    with pytest.raises(TypeError, match="checkpointed_layer wraps a callable"):
+def test_bad_options_are_refused_when_decorating():
+    """In a process without this suite's type checks, which would speak first."""
+    code = """
+    from remat_scan import checkpointed_layer
+    for wrong in ({"policy": "minimul"}, {"policy": 3}, {"isolation": "loops"}):
+        try:
+            checkpointed_layer(**wrong)
+        except (TypeError, ValueError) as error:
+            print(type(error).__name__, error)
+    try:
         checkpointed_layer("full")
+    except TypeError as error:
+        print(error)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    lines = subprocess.run(run, capture_output=True, text=True).stdout.splitlines()
+    for line, words in zip(
+        lines,
+        (
+            "ValueError policy: 'minimul' is no known policy. Did you mean 'minimal'",
+            "TypeError policy=3: expected a remat_scan.Policy",
+            "ValueError isolation='loops' is not one of 'loop', 'barrier', 'both', 'none'",
+            "checkpointed_layer wraps a callable, got 'full'",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(words)
 
 
 def test_a_wrong_call_is_the_layers_own_error():
