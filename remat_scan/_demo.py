@@ -252,9 +252,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="examples:\n  remat-scan demo\n  remat-scan demo --no-train --target h100:8\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=_positive, default=150, help="steps to train (150)")
+    parser.add_argument("--steps", type=_positive, default=100, help="steps to train (100)")
     parser.add_argument(
-        "--seconds", type=float, default=120.0, help="stop training after this long (120)"
+        "--seconds", type=float, default=75.0, help="stop training after this long (75)"
     )
     parser.add_argument("--no-train", action="store_true", help="only compare")
     parser.add_argument(
