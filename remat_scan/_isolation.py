@@ -17,6 +17,12 @@ ISOLATIONS: tuple[Isolation, ...] = ("loop", "barrier", "both", "none")
 # XLA's while-loop simplifier inlines a loop that runs once unless it finds this.
 LOOP_TAG = "skip-simplify-while-loops_trip-count-one"
 
+_UNLIKE_VARYING = (
+    'isolation="barrier" inside jax.shard_map needs a newer jax: under jax '
+    f"{jax.__version__} a barrier over operands of which some vary over the mesh and some do not makes "
+    'all of them vary. Use isolation="loop", jax>=0.12, or jax.shard_map(..., check_vma=False).'
+)
+
 Flat: TypeAlias = Callable[..., Sequence[Any]]
 
 
@@ -56,6 +62,8 @@ def _behind_barrier(fn: Flat, in_types: Sequence[Any]) -> Flat:
         inner = list(operands)
         held = [i for i, t in enumerate(in_types) if not _is_mutable(t)]
         for i, x in zip(held, jax.lax.optimization_barrier([inner[i] for i in held]), strict=True):
+            if jax.typeof(x) != jax.typeof(inner[i]):
+                raise NotImplementedError(_UNLIKE_VARYING)
             inner[i] = x
         return fn(*inner)
 

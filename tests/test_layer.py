@@ -140,9 +140,20 @@ def test_sharding(pair, mode, policy, request):
 
         P = PartitionSpec
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        if isolation in ("barrier", "both") and jax.__version_info__ < (0, 12):
+            with pytest.raises(NotImplementedError, match='isolation="loop"'):
+                mapped(w, x)
+            return
         near(jax.jit(jax.grad(mapped, (0, 1)))(w, x), want)
         return
     with jax.set_mesh(mesh):
+        if mode == "explicit":
+            try:
+                jax.jit(jax.grad(ft.partial(loss, transformer_block)))(w, jax.device_put(x, rows))
+            except Exception as error:
+                if type(error).__name__ != "ShardingTypeError":
+                    raise
+                pytest.skip("this jax does not differentiate the plain layer here either")
         got = jax.jit(jax.grad(ft.partial(loss, wrapped), (0, 1)))(w, jax.device_put(x, rows))
     near(got, want)
     assert got[1].sharding.is_equivalent_to(rows, x.ndim)
@@ -371,9 +382,27 @@ def test_loops_and_tags_survive_the_compiler(isolation, loops):
     assert all(TAG in line for line in whiles)
 
 
+def checkpoint_holds_on_cpu():
+    """Under jax 0.10, XLA for CPU undoes plain `jax.checkpoint`, and with it what needs it to hold."""
+
+    def temporaries(layer):
+        def loss(w, x):
+            for _ in range(4):
+                x = layer(w, x)
+            return jnp.sum(x**2)
+
+        w = {"wi": jnp.ones((64, 256)), "wo": jnp.ones((256, 64))}
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(w, jnp.ones((512, 64))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    return temporaries(jax.checkpoint(mlp)) < 0.9 * temporaries(mlp)
+
+
 @pytest.mark.parametrize("isolation", ["loop", "barrier"])
 def test_memory_grows_by_what_the_policy_keeps(isolation):
     """By one layer input a layer (and its weight gradients, which are results), not a working set."""
+    if isolation == "barrier" and not checkpoint_holds_on_cpu():
+        pytest.skip("XLA of this jax undoes jax.checkpoint on CPU unless it is in a loop")
 
     def temporaries(n):
         return compiled_stack(isolation, n=n).memory_analysis().temp_size_in_bytes
@@ -384,8 +413,9 @@ def test_memory_grows_by_what_the_policy_keeps(isolation):
 
 
 def test_full_keeps_inputs_and_none_keeps_everything():
+    isolation = "barrier" if checkpoint_holds_on_cpu() else "loop"
     sizes = {
-        policy: compiled_stack("barrier", policy, n=8).memory_analysis().temp_size_in_bytes
+        policy: compiled_stack(isolation, policy, n=8).memory_analysis().temp_size_in_bytes
         for policy in ("full", "minimal", "none")
     }
     assert sizes["full"] < sizes["minimal"] < sizes["none"] * 1.01
