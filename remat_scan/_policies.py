@@ -5,6 +5,7 @@ import difflib
 import fnmatch
 import functools as ft
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -59,7 +60,7 @@ class Policy:
 
     - `save`: names, or shell patterns such as `"mlpwi*"`, of tensors kept on the device.
     - `offload`: names or patterns of tensors kept in the host's memory and copied back.
-    - `recompute`: exceptions from the two before.
+    - `recompute`: exceptions from the patterns in the two before.
     - `unnamed`: what happens to values without a name: `"recompute"`, `"save"` (everything is kept),
       `"dots"` (matrix products and convolutions are kept), `"dots_with_no_batch_dims"` (matrix
       products without batch dimensions are kept: in a transformer the projections, not the
@@ -68,8 +69,9 @@ class Policy:
     - `function`: any callable that `jax.checkpoint(policy=...)` takes, instead of all of the above.
     - `name`: how the policy prints; no part of equality.
 
-    **Raises:** `ValueError` if one name stands in two lists or `unnamed` is unknown; `TypeError` if
-    a list is a bare string or holds something that is no string.
+    **Raises:** `ValueError` if one name stands in two lists, if `unnamed` is unknown, or if names are
+    given to a policy that keeps everything anyway; `TypeError` if a list is a bare string or holds
+    something that is no string.
     """
 
     save: tuple[str, ...] = ()
@@ -113,6 +115,9 @@ class Policy:
             raise ValueError("Policy: a function decides everything; give it alone.")
         if not checkpoint and (owner or unnamed != "recompute"):
             raise ValueError("Policy: checkpoint=False keeps everything; give it alone.")
+        if unnamed == "save" and owner:
+            # A tensor is kept where it is made, before it gets its name: exceptions do nothing.
+            raise ValueError("Policy: unnamed='save' keeps everything; give it alone.")
         object.__setattr__(self, "unnamed", unnamed)
         object.__setattr__(self, "checkpoint", checkpoint)
         object.__setattr__(self, "function", function)
@@ -155,6 +160,8 @@ class Policy:
             )
         if not (self.checkpoint and other.checkpoint):
             return resolve("none")
+        if "save" in (self.unnamed, other.unnamed):
+            return Policy(unnamed="save")
         save = (*self.save, *other.save)
         recompute = (
             *(n for n in self.recompute if other.action(n) == "recompute"),
@@ -240,7 +247,16 @@ class Policy:
         """
         if not self.checkpoint:
             raise ValueError("The policy 'none' means no jax.checkpoint at all; leave it out.")
-        return self.function if self.function is not None else _as_function(self)
+        if self.function is None:
+            return _as_function(self)
+        if getattr(jax.config, "jax_remat3", False):
+            warnings.warn(
+                f"{self}: under jax_remat3, jax asks a policy function about tensors named with "
+                "checkpoint_name, matrix products and convolutions only; everything else is "
+                "recomputed, whatever the function says (jax#39432).",
+                stacklevel=2,
+            )
+        return self.function
 
 
 @ft.cache
@@ -256,8 +272,6 @@ def _as_function(policy: Policy) -> Callable[..., Any]:
     def named_policy(prim: Any, *_: Any, **params: Any) -> Any:
         if prim.name == "name":
             return verdicts[action(params["name"])]
-        if policy.unnamed == "save":
-            return Saveable
         if policy.unnamed != "recompute" and prim.name in _DOTS:
             if policy.unnamed == "dots":
                 return Saveable
