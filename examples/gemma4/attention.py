@@ -125,14 +125,15 @@ class Sharded:
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         heads = PartitionSpec(self.batch, None, self.heads)
         shared = heads if k.shape[2] % size == 0 else PartitionSpec(self.batch)
-        per_row = jax.tree.map(lambda x: PartitionSpec(self.batch if jnp.ndim(x) else None), mask)
+        arrays, static = eqx.partition(mask, eqx.is_array)  # an offset of 0 has to stay a number
+        per_row = jax.tree.map(lambda x: PartitionSpec(*(self.batch,) * min(x.ndim, 1)), arrays)
         return jax.shard_map(
-            lambda *args: attention(*args, kernel=self.kernel),
+            lambda q, k, v, m: attention(q, k, v, eqx.combine(m, static), self.kernel),
             mesh=self.mesh,
             in_specs=(heads, shared, shared, per_row),
             out_specs=heads,
             check_vma=False,
-        )(q, k, v, mask)
+        )(q, k, v, arrays)
 
 
 def _is_zero(offset: int | Array) -> bool:
