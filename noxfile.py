@@ -29,12 +29,15 @@ OLDEST, NEWEST = PYTHONS[0], PYTHONS[-1]
 
 @nox.session
 @nox.parametrize(
-    ("python", "jax"),
-    [nox.param(NEWEST, "jax", id="newest"), nox.param(OLDEST, "jax==0.10.0", id="oldest")],
+    ("python", "jax", "compilers"),
+    [
+        nox.param(NEWEST, "jax", "tpu-aot,gpu-aot", id="newest"),
+        nox.param(OLDEST, "jax==0.10.0", "tpu-aot", id="oldest"),
+    ],
 )
-def tests(session: nox.Session, jax: str) -> None:
+def tests(session: nox.Session, jax: str, compilers: str) -> None:
     """The suite, on the newest and on the oldest Python and jax that this machine can have."""
-    session.install("-e", ".[tpu-aot,examples]", jax, *group("test"))
+    session.install("-e", f".[{compilers},examples]", jax, *group("test"))
     session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
 
 

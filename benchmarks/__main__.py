@@ -29,7 +29,7 @@ ISOLATION: dict[str, dict[str, Stack]] = {
     "FSDP over 8, GELU, smaller": {"h100:8": Stack(16, 1536, 6144, length=4096)},
     "one device": {
         "h100": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
-        "tpu7x:2x2x1": Stack(12, devices=1),
+        "tpu7x:2x2x1": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
     },
 }
 DEPTHS = (4, 8, 16, 32)
@@ -98,7 +98,7 @@ def overhead(options: argparse.Namespace) -> None:
             row[f"{part}_seconds"] = round(statistics.median(seconds), 4)
             ratios = [a / b for a, b in zip(seconds, base[part], strict=True)]
             row[f"{part}_ratio"] = round(statistics.median(ratios), 3)
-        row["versions"] = versions(parse_target("cpu"))
+        row |= versions(parse_target("cpu"))
         rows.append(row)
         print(way, {k: v for k, v in row.items() if k.endswith("_ratio")})
     save("overhead", rows)
@@ -166,8 +166,12 @@ def _isolation_table(rows: list[dict[str, Any]]) -> str:
                 for p in peaks
             ]
             lines.append(f"| {target}, {stack.layers} layers, {case} | {' | '.join(cells)} |")
-    used = sorted({f"{k} {v}" for r in rows for k, v in r["versions"].items()})
-    return "\n".join(lines) + f"\n\n<sub>{', '.join(used)}</sub>"
+    return "\n".join(lines) + f"\n\n<sub>{', '.join(_versions(rows))}</sub>"
+
+
+def _versions(rows: list[dict[str, Any]]) -> list[str]:
+    packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+    return sorted({f"{name} {row[name]}" for row in rows for name in packages if name in row})
 
 
 def _overhead_table(rows: list[dict[str, Any]]) -> str:

@@ -33,8 +33,7 @@ def measure(
     """The row for `key` and these versions from the file, or a new one, which is stored at once."""
     rows = load(name)
     for row in rows:
-        same = row["versions"] == versions and all(row[k] == v for k, v in key.items())
-        if same and not again:
+        if all(row.get(k) == v for k, v in (key | versions).items()) and not again:
             return row
     report = make()
     row = key | {
@@ -44,7 +43,7 @@ def measure(
         "host_bytes": report.host,
         "flops": report.flops,
         "compile_seconds": round(report.compile_seconds, 1),
-        "versions": versions,
+        **versions,
         "commit": commit(),
     }
     kept = [r for r in load(name) if any(r[k] != v for k, v in key.items())]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 KV: TypeAlias = tuple[Array, Array]
 Wrap: TypeAlias = Callable[[Any], Callable[..., Any]]
@@ -148,7 +148,7 @@ class Decoder(eqx.Module):
         self.norm = jnp.ones(size.width)
         self.size = size
 
-    def __call__(self, text: Int[Array, "B T"], wrap: Wrap) -> Float[Array, "B T 256"]:
+    def __call__(self, text: Integer[Array, "B T"], wrap: Wrap) -> Float[Array, "B T 256"]:
         """`wrap` is `checkpointed_layer`, or what it is compared with."""
         x = self.embedding[text].astype(self.size.dtype) * math.sqrt(self.embedding.shape[1])
         if self.size.sharding is not None:
@@ -161,7 +161,7 @@ class Decoder(eqx.Module):
         return jnp.einsum("btd,vd->btv", x, self.embedding.astype(x.dtype)).astype(jnp.float32)
 
 
-def loss_in_bits(model: Decoder, text: Int[Array, "B T+1"], wrap: Wrap) -> Float[Array, ""]:
+def loss_in_bits(model: Decoder, text: Integer[Array, "B S"], wrap: Wrap) -> Float[Array, ""]:
     """Cross entropy of the next byte, in bits per byte."""
     log_probabilities = jax.nn.log_softmax(model(text[:, :-1], wrap))
     picked = jnp.take_along_axis(log_probabilities, text[:, 1:, None].astype(jnp.int32), axis=-1)

@@ -329,7 +329,7 @@ def _report(
         fits = True  # libtpu refuses what does not fit
     return MemoryReport(
         needs=needs,
-        peak=None if on_cpu else memory.get("peak_memory"),
+        peak=None if on_cpu else _peak_on_device(memory.get("peak_memory"), needs),
         temporaries=memory["temp_size"],
         arguments=memory["argument_size"],
         outputs=memory["output_size"],
@@ -339,6 +339,12 @@ def _report(
         buffers=tuple(_with_names(Module(compiled.text).at_peak(), names)),
         **common,
     )
+
+
+def _peak_on_device(peak: int | None, needs: int) -> int | None:
+    """XLA for GPU takes the peak over all memory spaces together. With more in the host's memory than
+    on the device, its figure is the host's; what must fit on the device is still an upper bound."""
+    return None if peak is None else min(peak, needs)
 
 
 def _with_names(buffers: list[Buffer], names: list[str]) -> list[Buffer]:

@@ -1,0 +1,57 @@
+"""What README and docs claim, checked on the result files that their tables are made from."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def rows(name, **where):
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return [r for r in found if all(r[k] == v for k, v in where.items())]
+
+
+def peaks(case, target):
+    return {
+        r["configuration"]: r["peak_bytes"] for r in rows("isolation", case=case, target=target)
+    }
+
+
+@pytest.mark.parametrize(("target", "share"), [("h100:8", 0.30), ("tpu7x:2x2x1", 0.46)])
+def test_the_better_isolation_under_fsdp(target, share):
+    found = peaks("FSDP over 8", target)
+    assert min(found["loop"], found["barrier"]) <= share * found["jax.checkpoint"]
+
+
+@pytest.mark.parametrize("target", ["h100", "tpu7x:2x2x1"])
+def test_the_default_on_one_device(target):
+    found = peaks("one device", target)
+    assert found["loop"] <= 1.10 * found["jax.checkpoint"]
+
+
+@pytest.mark.parametrize("way", ["loop", "barrier"])
+def test_growth_with_depth_is_what_the_policy_keeps(way):
+    """One layer's input, 8 x 8192 x 2048 in bfloat16, and its share of the weights' gradients."""
+    found = {r["layers"]: r["peak_bytes"] for r in rows("depth", configuration=way)}
+    kept = 8 * 8192 * 2048 * 2 + 3 * 2048 * 8192 * 4 // 8
+    depths = sorted(found)
+    assert depths == [4, 8, 16, 32]
+    for shallow, deep in itertools.pairwise(depths):
+        assert (found[deep] - found[shallow]) / (deep - shallow) <= 1.15 * kept
+
+
+@pytest.mark.parametrize("way", ["loop", "barrier", "both"])
+def test_overhead_on_cpu(way):
+    (row,) = rows("overhead", configuration=way)
+    assert row["trace_ratio"] <= 1.3
+    assert row["compile_ratio"] <= 1.5
+    assert row["step_ratio"] <= 1.05
+
+
+@pytest.mark.parametrize("name", [p.stem for p in RESULTS.glob("*.json")])
+def test_rows_say_where_they_come_from(name):
+    for row in rows(name):
+        assert {"case", "target", "configuration", "jax", "jaxlib"} <= set(row)
