@@ -13,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from .blockwise import blockwise_attention
@@ -115,7 +115,7 @@ class Sharded:
     """
 
     kernel: str
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     batch: str | tuple[str, ...] | None
     heads: str | None = None
 

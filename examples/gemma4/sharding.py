@@ -1,0 +1,192 @@
+"""Which device holds what: one mesh with three axes, and a rule that places every weight.
+
+- `data`: copies of the weights; each copy sees other rows of the batch.
+- `fsdp`: rows of the batch, and every matrix cut once more, gathered where it is used.
+- `tensor`: heads, MLP columns and words of the vocabulary.
+
+Everything here also works on an abstract mesh, for programs that are only compiled.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from .config import Config
+from .layers import Embedding
+from .model import Gemma4
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = PartitionSpec(("data", "fsdp"))
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+# The dimension of each matrix [out, in] that the tensor axis cuts, as in Megatron-LM
+# (arXiv:1909.08053): what fans out by rows and what fans in by columns, so that a layer needs one
+# sum over the axis after attention and one after the MLP.
+_TENSOR_DIMENSION = {
+    "q_proj": 0,
+    "k_proj": 0,
+    "v_proj": 0,
+    "o_proj": 1,
+    "gate_proj": 0,
+    "up_proj": 0,
+    "down_proj": 1,
+    "per_layer_input_gate": 0,
+    "per_layer_projection": 1,
+    "per_layer_model_projection": 0,
+    "embed_tokens": 0,
+    "embed_tokens_per_layer": 0,
+}
+
+
+def make_mesh(
+    data: int = 1,
+    fsdp: int | None = None,
+    tensor: int = 1,
+    *,
+    devices: Sequence[Any] | int | None = None,
+) -> AnyMesh:
+    """A mesh with the axes `data`, `fsdp` and `tensor`.
+
+    **Arguments:**
+
+    - `fsdp`: `None` takes as many devices as are left.
+    - `devices`: all that JAX has by default. A number gives an abstract mesh of that many.
+
+    **Raises:** `ValueError` if the sizes do not multiply to the number of devices.
+    """
+    if devices is None:
+        devices = jax.devices()
+    count = devices if isinstance(devices, int) else len(devices)
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"the {name} axis must have at least one device, got {size}")
+    if fsdp is None:
+        fsdp = max(1, count // (data * tensor))
+    shape = (data, fsdp, tensor)
+    if math.prod(shape) != count:
+        product = " × ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
+        raise ValueError(
+            f"{product} makes a mesh of {math.prod(shape)} devices, but there are {count}: choose "
+            "sizes whose product that is"
+        )
+    types = (AxisType.Auto,) * 3
+    if isinstance(devices, int):
+        return AbstractMesh(shape, AXES, axis_types=types)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def batch_sharding(mesh: AnyMesh) -> NamedSharding:
+    """Rows of a batch over `data` and `fsdp`."""
+    return NamedSharding(mesh, BATCH)
+
+
+def shardings(tree: Any, mesh: AnyMesh, config: Config) -> Any:
+    """A `NamedSharding` for every array of a tree that holds weights under the model's names.
+
+    The model, its gradients and an optimiser's moments are such trees; so is a training state of
+    all of them. Arrays need only a shape.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: NamedSharding(mesh, _spec(path, x.shape, mesh.shape, config)), tree
+    )
+
+
+def replicated_matrices(model: Gemma4, mesh: AnyMesh) -> list[str]:
+    """The matrices that some axis of the mesh, `data` aside, does not cut, and why, one a line."""
+    lines = []
+    for path, x in jax.tree_util.tree_leaves_with_path(model):
+        if x.ndim < 2:
+            continue
+        spec = _spec(path, x.shape, mesh.shape, model.config)
+        used = {
+            axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())
+        }
+        for axis in ("fsdp", "tensor"):
+            if mesh.shape[axis] > 1 and axis not in used:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                lines.append(f"{name} {list(x.shape)} is not cut by {axis} ({mesh.shape[axis]})")
+    return lines
+
+
+def _spec(
+    path: tuple[Any, ...], shape: tuple[int, ...], mesh: Mapping[str, int], config: Config
+) -> PartitionSpec:
+    """Matrices are cut by `tensor` as the table says, and by `fsdp` along the other dimension.
+
+    Where the size of an axis does not divide the one, `fsdp` takes the other dimension; where that
+    does not go either, the axis leaves the matrix whole. Vectors are too small to be worth a
+    collective, so every device has them.
+    """
+    if len(shape) < 2:
+        return PartitionSpec()
+    fsdp, tensor = mesh["fsdp"], mesh["tensor"]
+    name = _name(path)
+    cut = _TENSOR_DIMENSION.get(name, int(np.argmax(shape)))
+    parts: list[list[str]] = [[] for _ in shape]
+    sizes = list(shape)
+    if tensor > 1 and _units(name, shape[cut], config) % tensor == 0:
+        parts[cut].append("tensor")
+        sizes[cut] //= tensor
+    others = [i for i in range(len(shape)) if i != cut]
+    for i in (*others, cut):
+        if fsdp > 1 and sizes[i] % fsdp == 0:
+            parts[i].append("fsdp")
+            break
+    return PartitionSpec(*(tuple(p) if len(p) > 1 else p[0] if p else None for p in parts))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    names = [k.name for k in path if isinstance(k, jax.tree_util.GetAttrKey)]
+    return next((n for n in reversed(names) if n in _TENSOR_DIMENSION), "")
+
+
+def _units(name: str, size: int, config: Config) -> int:
+    """How many parts a dimension has: a head stays whole, or RoPE would turn pairs across devices."""
+    if name in ("q_proj", "o_proj"):
+        return config.num_attention_heads
+    return config.num_key_value_heads if name in ("k_proj", "v_proj") else size
+
+
+def on_mesh(model: Gemma4, mesh: AnyMesh) -> Gemma4:
+    """The same model, computing with its activations split over the batch.
+
+    Its tables are looked up where their columns lie, and what was found goes to the batch row that
+    asked for it: the tables, most of the model's weights, are never gathered. In the backward pass
+    the same happens in the other direction.
+    """
+    if math.prod(mesh.shape.values()) == 1:
+        return model
+    tables = (model.embed_tokens, model.embed_tokens_per_layer)
+    return eqx.tree_at(
+        lambda m: (m.embed_tokens, m.embed_tokens_per_layer),
+        model,
+        tuple(_ShardedEmbedding(table, mesh) for table in tables),
+    )
+
+
+class _ShardedEmbedding(Embedding):
+    mesh: AnyMesh = eqx.field(static=True)
+
+    def __init__(self, table: Embedding, mesh: AnyMesh):
+        self.weight = table.weight
+        self.mesh = mesh
+
+    def __call__(self, ids: Int[Array, "B T"], scale: float, dtype: Any) -> Float[Array, "B T d"]:
+        if self.weight.shape[1] % self.mesh.shape["fsdp"] == 0:
+            ids = self._constrain(ids, "data")
+            found = super().__call__(ids, scale, dtype)
+            found = self._constrain(found, "data", None, "fsdp")
+        else:
+            found = super().__call__(ids, scale, dtype)
+        return self._constrain(found, *BATCH)
+
+    def _constrain(self, x: Array, *spec: Any) -> Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
