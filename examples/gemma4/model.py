@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from ._shim import checkpointed_layer
+from remat_scan import checkpointed_layer
+
 from .attention import Kernel, Mask
 from .config import Config
 from .layers import KV, Embedding, Layer, Linear, RMSNorm, Tokens
