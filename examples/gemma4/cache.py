@@ -4,7 +4,6 @@ Only layers that make their own keys and values have slots: a full layer for eve
 layer of window W for the last W - 1, which is all that the next token can see besides itself.
 """
 
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -90,8 +89,9 @@ def extend(
         x = layer.input_layernorm(h)
         if donor is None:
             new = attention.keys_values(x, positions)
-            kept, *seen[i] = _remember(layer, cache, cache.kv[i], new, valid, all_valid, fresh)
+            kept, kv, mask = _remember(layer, cache, cache.kv[i], new, valid, all_valid, fresh)
             slots.append(kept)
+            seen[i] = kv, mask
         kv, mask = seen[i if donor is None else donor]
         mask = Mask(mask.window, mask.q_offset + T - h.shape[1], mask.valid)
         mixed = attention.mix(attention.queries(x, positions), kv, mask, "auto")

@@ -7,7 +7,7 @@ position is all that a checkpoint has to hold, and every process of a cluster ma
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -161,7 +161,7 @@ def global_batch(
 ) -> Int32[Array, "B T"]:
     """The sequences from `position` on; each process makes those of its own devices."""
 
-    def rows(index: tuple[slice, ...]) -> np.ndarray:
+    def rows(index: Any) -> np.ndarray:
         numbers = range(shape[0])[index[0]]
         return np.stack([source.sequence(position + i) for i in numbers])[:, index[1]]
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,8 @@ from .config import Config, load_config
 from .data import load_tokenizer
 from .model import Gemma4
 from .sharding import make_mesh, shardings
+from .weights import abstract
+from .weights import load as load_weights
 
 
 @dataclass(frozen=True)
@@ -144,22 +145,27 @@ def left_pad(
 # -- The command line --------------------------------------------------------------------------------
 
 
-def load(folder: Path, tensor: int = 1) -> Gemma4:
+def load(folder: Path, *, tensor: int = 1, dtype: DTypeLike | None = None) -> Gemma4:
     """The model in a folder: of a training run, its newest checkpoint, or of Hugging Face.
 
-    **Arguments:** `tensor`: how many devices each layer is split over.
+    **Arguments:**
+
+    - `tensor`: how many devices each layer is split over.
+    - `dtype`: of the weights; as they are stored by default.
     """
     from .checkpoints import Checkpoints, is_run
 
-    config = load_config(folder)
+    config, run = load_config(folder), is_run(folder)
+    if not run and tensor == 1 and dtype is None:
+        return load_weights(folder)
+    shapes = abstract(config, dtype or jnp.float32)
     mesh = make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
-    shapes = eqx.filter_eval_shape(Gemma4, config, key=jax.random.key(0))
     model = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
         shardings(shapes, mesh, config),
     )
-    if not is_run(folder):
+    if not run:
         return load_weights(folder, model)
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         return checkpoints.restore({"model": model}).items["model"]
@@ -186,10 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        kinds = (ValueError, OSError, ImportError)
-        kind = "" if isinstance(error, kinds) else f"{type(error).__name__}: "
+        mistake = isinstance(error, ValueError | OSError | ImportError)
+        kind = "" if mistake else f"{type(error).__name__}: "
         print(f"generate: {kind}{' '.join(str(error).split())[:1000]}", file=sys.stderr)
-        return 2 if isinstance(error, kinds) else 1
+        return 2 if mistake else 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -198,7 +204,7 @@ def _run(options: argparse.Namespace) -> int:
     prompts = options.prompt + [f.read_text(encoding="utf-8") for f in options.prompt_file]
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
-    model = load(folder, options.tensor)
+    model = load(folder, tensor=options.tensor, dtype=options.compute)
     config = model.config
     tokenizer = load_tokenizer(folder if (folder / "tokenizer.json").exists() else None)
     if tokenizer.vocab_size > config.vocab_size:
@@ -216,7 +222,6 @@ def _run(options: argparse.Namespace) -> int:
             sampling=sampling,
             key=jax.random.key(options.seed),
             stop_ids=stop_ids(folder, config),
-            dtype=options.compute,
         )
     )
     rows = []

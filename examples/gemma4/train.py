@@ -30,10 +30,11 @@ from .data import Source, global_batch, load_tokenizer, open_source
 from .loss import next_token_loss
 from .model import Gemma4
 from .sharding import AnyMesh, batch_sharding, make_mesh, on_mesh, replicated_matrices, shardings
+from .weights import load as load_weights
 
 
 def tiny() -> Config:
-    """Six layers of all kinds, 0.4 million parameters: trains on a laptop's CPU."""
+    """Five layers of all kinds, 0.4 million parameters: trains on a laptop's CPU."""
     return Config(
         vocab_size=384,
         vocab_size_per_layer_input=384,
@@ -44,8 +45,8 @@ def tiny() -> Config:
         num_key_value_heads=1,
         head_dim=16,
         global_head_dim=32,
-        layer_types=((SLIDING,) * 2 + (FULL,)) * 2,
-        num_kv_shared_layers=3,
+        layer_types=(SLIDING, SLIDING, FULL, SLIDING, FULL),
+        num_kv_shared_layers=2,
         use_double_wide_mlp=True,
         sliding_window=32,
     )
@@ -127,17 +128,27 @@ def init_state(
     optimizer: optax.GradientTransformation | None = None,
     *,
     seed: int = 0,
+    weights: Path | None = None,
 ) -> State:
-    """A new state, each device making its own part. The same numbers on every mesh."""
+    """A new state, each device making its own part. The same numbers on every mesh.
+
+    **Arguments:** `weights`: a Hugging Face checkpoint to start from instead of random numbers.
+    """
     optimizer = make_optimizer() if optimizer is None else optimizer
-    places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh, optimizer))
-    return jax.jit(_new_state(config, optimizer), out_shardings=places)(jax.random.key(seed))
+    abstract = abstract_state(config, mesh, optimizer)
+    places = jax.tree.map(lambda x: x.sharding, abstract)
+    if weights is None:
+        return jax.jit(_new_state(config, optimizer), out_shardings=places)(jax.random.key(seed))
+    model = load_weights(weights, abstract.model)
+    init: Any = optimizer.init
+    return State(model, jax.jit(init, out_shardings=places.optimizer)(model))
 
 
 def _new_state(config: Config, optimizer: optax.GradientTransformation) -> Callable[..., State]:
+    init: Any = optimizer.init  # optax types parameters as pytrees other than modules
+
     def new_state(key: Array) -> State:
         model = Gemma4(config, key=key)
-        init: Any = optimizer.init
         return State(model, init(model))
 
     return new_state
@@ -317,9 +328,7 @@ def train(options: Options) -> int:
             position = notes["position"] if same else 0
             _say(f"going on after step {start}" + ("" if same else ", with other data"))
         else:
-            state = init_state(config, mesh, optimizer, seed=options.seed)
-            if options.weights is not None:
-                state = state._replace(model=_load(options.weights, state.model))
+            state = init_state(config, mesh, optimizer, seed=options.seed, weights=options.weights)
         _introduce(state.model, mesh, shape)
         run = _Run(options, mesh, source, shape, model_flops(config, *shape), checkpoints)
         return run.loop(step_fn, state, start, position)
@@ -365,7 +374,7 @@ class _Run:
                 line = self._line(step, loss, grad_norm, time.perf_counter() - before)
                 if not math.isfinite(loss):
                     kept = f"; the checkpoint of step {saved} is kept" if saved else ""
-                    raise ValueError(f"the loss is {loss} at step {step}{kept}")
+                    raise FloatingPointError(f"the loss is {loss} at step {step}{kept}")
                 log(line)
                 show(line, "")
                 due = step % every == 0 or step == steps or stop.wanted
@@ -469,10 +478,6 @@ def _batch_shape(options: Options, mesh: AnyMesh) -> tuple[int, int]:
             f"multiple of {shards}"
         )
     return options.batch, options.length
-
-
-def _load(folder: Path, model: Gemma4) -> Gemma4:
-    raise NotImplementedError(folder, model)
 
 
 def _introduce(model: Gemma4, mesh: AnyMesh, shape: tuple[int, int]) -> None:
@@ -606,10 +611,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        kinds = (ValueError, OSError, ImportError)
-        kind = "" if isinstance(error, kinds) else f"{type(error).__name__}: "
+        mistake = isinstance(error, ValueError | OSError | ImportError)
+        known = mistake or isinstance(error, FloatingPointError)
+        kind = "" if known else f"{type(error).__name__}: "
         print(f"train: {kind}{' '.join(str(error).split())[:1000]}", file=sys.stderr)
-        return 2 if isinstance(error, kinds) else 1
+        return 2 if mistake else 1
 
 
 def _join(options: Options) -> None:
