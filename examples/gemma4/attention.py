@@ -33,8 +33,8 @@ class Mask(eqx.Module):
     - `window`: keys in view, the query's own included; `None` for all earlier ones.
     - `q_offset`: the sequence index of the first query; may be traced (cached decoding).
     - `valid`: `False` for padding keys.
-    - `segments`: an id per token; each segment is one run of equal ids (packed documents). Needs
-        as many queries as keys.
+    - `segments`: an id per token (packed documents); each run of equal ids is a segment. Needs as
+        many queries as keys.
     """
 
     window: int | None = eqx.field(static=True, default=None)
@@ -94,6 +94,8 @@ def attention(q: Query, k: Key, v: Key, mask: Mask, kernel: Kernel = "auto") -> 
         raise ValueError(f"{q.shape[2]} query heads do not divide among {k.shape[2]} key heads")
     if mask.segments is not None and (q.shape[1] != k.shape[1] or not _is_zero(mask.q_offset)):
         raise ValueError("segments need the same tokens as queries and as keys, without an offset")
+    if mask.segments is not None:
+        mask = eqx.tree_at(lambda m: m.segments, mask, _runs(mask.segments))
     if callable(kernel):
         return kernel(q, k, v, mask)
     if kernel not in (*KERNELS, "auto"):
@@ -185,7 +187,7 @@ def _splash(q: Query, k: Key, v: Key, mask: Mask, *, interpret: bool = False) ->
         )
     block = min(512, -(-T // 128) * 128)
     length = -(-T // block) * block
-    ids = jnp.ones((B, T), jnp.int32) if mask.segments is None else _runs(mask.segments)
+    ids = jnp.ones((B, T), jnp.int32) if mask.segments is None else mask.segments
     q_ids, k_ids = ids, ids if mask.valid is None else jnp.where(mask.valid, ids, -1)
     rows = [(0, 0), (0, length - T)]
     segments = splash.SegmentIds(jnp.pad(q_ids, rows), jnp.pad(k_ids, rows, constant_values=-2))
@@ -218,7 +220,7 @@ def _splash(q: Query, k: Key, v: Key, mask: Mask, *, interpret: bool = False) ->
 
 
 def _runs(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
-    """The segments numbered 1, 2, ... so that no id collides with the padding's."""
+    """The segments numbered 1, 2, ...: an id that comes again is another segment's."""
     return jnp.cumsum(jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0, axis=1)
 
 

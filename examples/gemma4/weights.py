@@ -260,7 +260,7 @@ def _read(
                 block[...] = stored[(slice(start, stop), *rest)]
             if not (finite := np.isfinite(block)).all():
                 at = np.argwhere(~finite)[0]
-                where = [int(i) + low for i, low in zip(at, [start, *(s.start for s in rest)])]
+                where = np.add(at, [start, *(s.start for s in rest)]).tolist()
                 raise ValueError(
                     f"{folder}: {key}: expected finite numbers in {np.dtype(dtype).name}, found "
                     f"{block[tuple(at)]} at {where}"
@@ -292,11 +292,13 @@ def _diagnosis(path: Path) -> str | None:
     for key, entry in header.items():
         try:
             (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
-            bits = _BITS[dtype] * math.prod(n if type(n) is int and n >= 0 else None for n in shape)
-            wrong = not 0 <= begin <= end
+            numbers = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+            bits = _BITS[dtype] * math.prod(shape) if numbers else -1
         except (KeyError, TypeError, ValueError):
+            bits = -1
+        if bits < 0:
             return f"{key}: expected dtype, shape and data_offsets, found {entry!r:.200}"
-        if wrong or bits != 8 * (end - begin):
+        if bits != 8 * (end - begin):
             return (
                 f"{key}: expected {-(-bits // 8)} bytes for {dtype} {shape}, found data_offsets "
                 f"{[begin, end]}"

@@ -1,0 +1,390 @@
+"""The decoder against Hugging Face transformers' numbers, for two small models of random weights."""
+
+import dataclasses
+import functools as ft
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("safetensors")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import ISOLATIONS
+
+from examples.gemma4 import weights
+from examples.gemma4.attention import Mask
+from examples.gemma4.check_logits import gradients, intermediates
+from examples.gemma4.config import FULL, SLIDING, Config, load_config
+from examples.gemma4.layers import gelu, rope
+from examples.gemma4.loss import next_token_loss
+from examples.gemma4.model import Gemma4
+from remat_scan import POLICY_NAMES
+
+DATA = Path(__file__).parent / "data" / "gemma4"
+MODELS = ("tiny_e2b", "tiny_e4b")
+# Two float32 programs that sum in other orders: the references differ from float64 by 3e-5.
+LOGITS = 5e-5
+RELATIVE = 1e-4
+
+
+@ft.cache
+def case(name):
+    return weights.load(DATA / name), dict(np.load(DATA / name / "reference.npz"))
+
+
+@ft.cache
+def small():
+    """A donor and a reader of each kind, random weights, and a batch."""
+    config = load_config(DATA / "tiny_e2b")
+    kinds = (FULL, SLIDING, SLIDING, FULL)
+    config = dataclasses.replace(config, layer_types=kinds, num_kv_shared_layers=2)
+    rng = np.random.default_rng(0)
+
+    def random(x):
+        normal = rng.normal(size=x.shape)
+        # Norms near one, half that for the unscaled scores; matrices of unit gain.
+        value = 0.6 + 0.2 * normal if len(x.shape) == 1 else normal * x.shape[1] ** -0.5
+        return jnp.asarray(value, jnp.float32)
+
+    model = jax.tree.map(random, weights.abstract(config))
+    return model, jnp.asarray(rng.integers(3, config.vocab_size, (2, 7)))
+
+
+@ft.cache
+def all_logits(name, key="input_ids", mask=None, **options):
+    model, ref = case(name)
+    ids = jnp.asarray(ref[key])
+    valid = None if mask is None else jnp.asarray(ref[mask] == 1)
+    return np.asarray(jax.jit(lambda m: m(ids, valid=valid, **options))(model))
+
+
+def log_softmax(x):
+    x = x.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name):
+    _, ref = case(name)
+    got, want = all_logits(name), ref["logits"]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS)
+    p, q = log_softmax(want), log_softmax(got)
+    assert (np.exp(p) * (p - q)).sum(-1).mean() <= 1e-8
+
+
+@pytest.mark.parametrize("side", ["padded", "left"])
+@pytest.mark.parametrize("name", MODELS)
+def test_padded_batches(name, side):
+    _, ref = case(name)
+    got = all_logits(name, f"{side}.input_ids", f"{side}.attention_mask")
+    valid = ref[f"{side}.attention_mask"] == 1
+    np.testing.assert_allclose(got[valid], ref[f"{side}.logits"][valid], rtol=0, atol=LOGITS)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoded_tokens(name):
+    """The logits of each step with a cache, from one pass without."""
+    model, ref = case(name)
+    ids = np.concatenate([ref["decode.prompt"], ref["decode.tokens"]], axis=1)
+    got = jax.jit(lambda m: m(jnp.asarray(ids)))(model)[:, ref["decode.prompt"].shape[1] - 1 :]
+    np.testing.assert_allclose(got, ref["decode.step_logits"], rtol=0, atol=LOGITS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_intermediate(name):
+    model, ref = case(name)
+    got = jax.jit(intermediates)(model, jnp.asarray(ref["input_ids"]))
+    stems = ("inputs_embeds", "ple", "final_norm_out", "attn_out", "mlp_out", "layer_out")
+    stored = {k for k in ref if k.split(".")[0] in stems}
+    assert set(got) == stored
+    assert len(stored) == 3 + 3 * len(model.layers)
+    for key in stored:
+        scale = max(1.0, np.abs(ref[key]).max())
+        np.testing.assert_allclose(got[key], ref[key], rtol=0, atol=1e-5 * scale, err_msg=key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_gradient(name):
+    model, ref = case(name)
+    loss, got = jax.jit(gradients)(model, jnp.asarray(ref["input_ids"]))
+    np.testing.assert_allclose(loss, ref["loss"], rtol=1e-6)
+    assert set(got) == {k.removeprefix("grad.") for k in ref if k.startswith("grad.")}
+    for key, x in got.items():
+        want = ref[f"grad.{key}"]
+        atol = RELATIVE * np.abs(want).max()
+        if key == f"model.layers.{len(model.layers) - 1}.layer_scalar":
+            # The last norm undoes it: what is left is rounding, compared as such.
+            assert np.abs(want).max() < 1e-4
+            atol = 1e-5
+        np.testing.assert_allclose(x, want, rtol=0, atol=atol, err_msg=key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_masks(name):
+    model, ref = case(name)
+    T = ref["input_ids"].shape[1]
+    for kind, mask in ((SLIDING, "mask.sliding"), (FULL, "mask.full")):
+        layer = model.layers[model.config.layer_types.index(kind)]
+        seen = layer.own_mask(Mask()).block(jnp.arange(T), jnp.arange(T), T)[0]
+        np.testing.assert_array_equal(seen, ref[mask])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16(name):
+    """Activations and weights in bfloat16: as near as transformers' own bfloat16 is to float32."""
+    model, ref = case(name)
+    theirs = np.abs(ref["bf16.logits"] - ref["logits"])
+
+    def near(logits):
+        ours = np.abs(logits - ref["logits"])
+        assert ours.mean() < 1.5 * theirs.mean()
+        assert ours.max() < 2 * theirs.max()
+
+    near(all_logits(name, dtype=jnp.bfloat16))  # float32 weights, rounded where they are used
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+    got = jax.jit(lambda m: m(jnp.asarray(ref["input_ids"])))(cast)
+    assert got.dtype == jnp.float32
+    near(got)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blockwise_attention(name):
+    np.testing.assert_allclose(
+        all_logits(name, kernel="blockwise"), case(name)[1]["logits"], rtol=0, atol=LOGITS
+    )
+
+
+def test_packed_documents_are_as_if_alone():
+    """Both in one row of six, or each alone in a row, padded to as long."""
+    model, ids = small()
+    run = jax.jit(lambda ids, **options: model(ids, policy="none", isolation="none", **options))
+    one, two = ids[:1, :2], ids[1:, :4]
+    packed = jnp.concatenate([one, two], axis=1)
+    got = run(
+        packed,
+        segments=jnp.asarray([[7] * 2 + [3] * 4]),
+        positions=jnp.asarray([[0, 1, 0, 1, 2, 3]]),
+    )
+    pad = [jnp.pad(x, ((0, 0), (0, 6 - x.shape[1]))) for x in (one, two)]
+    alone = run(
+        jnp.concatenate(pad),
+        segments=jnp.ones((2, 6), int),
+        positions=jnp.tile(jnp.arange(6), (2, 1)),
+    )
+    np.testing.assert_allclose(got[0, :2], alone[0, :2], rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(got[0, 2:], alone[1, :4], rtol=0, atol=LOGITS)
+
+
+def test_keys_and_values_cross_the_checkpoint_boundary():
+    """A donor's are a result of its layer, a reader's an argument; others hand out nothing."""
+    config = load_config(DATA / "tiny_e2b")
+    assert config.donors == {SLIDING: 4, FULL: 3}
+    model, _ = case("tiny_e2b")
+    for i, layer in enumerate(model.layers):
+        assert layer.donates == (i in (3, 4))
+        assert (layer.self_attn.k_proj is None) == (i >= 5)
+
+
+def inner_jaxprs(params):
+    for x in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+            yield getattr(x, "jaxpr", x)
+
+
+# -- Policies and isolations -------------------------------------------------------------------------
+
+
+@ft.cache
+def loss_and_gradients(policy, isolation):
+    model, ids = small()
+
+    def loss(model):
+        return next_token_loss(model, ids, policy=policy, isolation=isolation).total
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(model)
+    return value, dict(zip(weights.stored_names(model), jax.tree.leaves(grads), strict=True))
+
+
+def agrees(policy, isolation):
+    value, grads = loss_and_gradients(policy, isolation)
+    want, want_grads = loss_and_gradients("none", "none")
+    # Equal but for how XLA fuses: a few roundings of a mean of order 1.
+    np.testing.assert_allclose(value, want, rtol=5e-7)
+    for key, x in grads.items():
+        # The scalars' gradients are sums of large numbers of both signs.
+        alike = want_grads if key.endswith("layer_scalar") else [key]
+        scale = max(np.abs(want_grads[k]).max() for k in alike if k[-9:] == key[-9:])
+        np.testing.assert_allclose(x, want_grads[key], rtol=0, atol=2e-5 * scale, err_msg=key)
+
+
+# Policies that keep different tensors, each under another isolation, and every isolation under full.
+SAMPLE = [
+    ("full", "loop"),
+    ("full", "barrier"),
+    ("full", "both"),
+    ("minimal_with_context", "loop"),
+    ("qkv_proj_offloaded", "barrier"),
+]
+
+
+@pytest.mark.parametrize(("policy", "isolation"), SAMPLE)
+def test_policies_and_isolations(policy, isolation):
+    agrees(policy, isolation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_every_policy_with_every_isolation(policy, isolation):
+    if (policy, isolation) not in SAMPLE:
+        agrees(policy, isolation)
+
+
+def test_a_policy_per_layer():
+    model, ids = small()
+
+    def kept(policy):
+        shapes = jax.eval_shape(
+            lambda m: jax.vjp(lambda m: m.hidden(ids, policy=policy, isolation="none"), m)[1], model
+        )
+        return sum(x.size for x in jax.tree.leaves(shapes))
+
+    mixed = ["full", "none", "full", "full"]
+    assert kept("full") < kept(mixed) < kept(["none"] * 4) == kept("none")
+    with pytest.raises(ValueError, match="3 policies for 4 layers"):
+        model(ids, policy=mixed[1:])
+
+
+def test_full_runs_each_layer_twice():
+    """Every matrix product of a layer, those of keys and values too: once more than under `none`."""
+    model, ids = small()
+
+    def products(fn, *args):
+        def count(jaxpr):
+            inner = (count(j) for e in jaxpr.eqns for j in inner_jaxprs(e.params))
+            return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(inner)
+
+        return count(jax.make_jaxpr(fn)(*args).jaxpr)
+
+    def gradient(policy):
+        return jax.grad(lambda m: next_token_loss(m, ids, policy=policy, isolation="none").total)
+
+    h = model.embed(ids)
+    around = products(lambda m: m.per_layer_inputs(ids, h), model)
+    layers = products(lambda m: m.hidden(ids, policy="none", isolation="none"), model) - around
+    assert layers == 4 * 9 + 2 * 2  # nine in every layer; k and v in the first two
+    assert products(gradient("full"), model) - products(gradient("none"), model) == layers
+
+
+# -- Parts --------------------------------------------------------------------------------------------
+
+
+def test_rope_by_hand():
+    """Pairs (j, j + D/2) turned by position * theta**(-2j/D), the first quarter of them."""
+    D, theta = 16, 100.0
+    x = np.random.default_rng(0).normal(size=(1, 3, 2, D)).astype(np.float32)
+    positions = np.asarray([[5, 0, 11]])
+    got = np.asarray(rope(jnp.asarray(x), jnp.asarray(positions), theta, 0.25))
+    want = x.copy()
+    for t, position in enumerate(positions[0]):
+        for j in range(2):
+            angle = position * theta ** (-2 * j / D)
+            a, b = x[0, t, :, j], x[0, t, :, j + D // 2]
+            want[0, t, :, j] = a * np.cos(angle) - b * np.sin(angle)
+            want[0, t, :, j + D // 2] = b * np.cos(angle) + a * np.sin(angle)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gelu_is_jax_own(dtype):
+    x = jnp.linspace(-6, 6, 101).astype(dtype)
+
+    def reference(x):
+        return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(dtype)
+
+    np.testing.assert_array_equal(gelu(x), reference(x))
+    g, r = (jax.vjp(f, x)[1](jnp.ones_like(x))[0] for f in (gelu, reference))
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(g.astype(np.float32), r.astype(np.float32), atol=2 * eps)
+
+
+def test_every_weight_counts():
+    _, grads = loss_and_gradients("none", "none")
+    assert all(jnp.abs(g).max() > 0 for g in grads.values())
+
+
+def test_random_weights():
+    """Logits of a new model are of order one, softcapped or not."""
+    model, ids = small()
+    new = jax.jit(lambda: Gemma4(model.config, key=jax.random.key(0)))()
+    logits = jax.jit(lambda m: m(ids, policy="none", isolation="none"))(new)
+    assert 0.3 < float(logits.std()) < 3
+
+
+# -- Config --------------------------------------------------------------------------------------------
+
+
+def raw():
+    return json.loads((DATA / "tiny_e2b" / "config_hub_style.json").read_text())
+
+
+def test_configs_survive_writing():
+    for config in (Config.e2b(), Config.e4b(), load_config(DATA / "tiny_e2b")):
+        assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_zero_padded_layer_numbers():
+    config = raw()
+    del config["global_head_dim"]
+    config["per_layer_config"] = {f"{i:02}": {"head_dim": 32} for i in (1, 3, 6, 8)}
+    assert Config.from_dict(config) == load_config(DATA / "tiny_e2b")
+
+
+def test_the_last_layer_is_read_as_full_attention():
+    config = raw()
+    config["layer_types"][-1] = SLIDING
+    assert Config.from_dict(config).layer_types[-1] == FULL
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer_types": None}, "layer_types"),
+        ({"layer_types": ["sliding_attention"] * 8 + ["linear"]}, "layer_types"),
+        ({"layer_types": 3}, "layer_types"),
+        ({"num_hidden_layers": 10}, "num_hidden_layers"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"hidden_size": True}, "hidden_size"),
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"hidden_size": 2**23, "vocab_size": 2**23}, "parameters"),
+        ({"num_kv_shared_layers": 9}, "num_kv_shared_layers"),
+        ({"num_kv_shared_layers": 8}, "keys and values"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"hidden_activation": "relu"}, "hidden_activation"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"pad_token_id": 89}, "pad_token_id"),
+        ({"rope_parameters": {FULL: {"rope_type": "yarn"}}}, "rope_type"),
+        ({"per_layer_config": {"x": {}}}, "per_layer_config"),
+        ({"text_config": 3}, "text_config"),
+    ],
+)
+def test_bad_configs(change, message):
+    with pytest.raises(ValueError, match=message):
+        Config.from_dict(raw() | change)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "{", "[" * 200_000, "\x00", '{"vocab_size": 1e999}']
+)
+def test_bad_config_files(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_config(tmp_path)
