@@ -1,9 +1,7 @@
 """The decoder against Hugging Face transformers' numbers, for two small models of random weights."""
 
-import dataclasses
 import functools as ft
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,6 +10,7 @@ pytest.importorskip("safetensors")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gemma4_small import DATA, small
 from helpers import ISOLATIONS
 
 from examples.gemma4 import weights
@@ -23,7 +22,6 @@ from examples.gemma4.loss import next_token_loss
 from examples.gemma4.model import Gemma4
 from remat_scan import POLICY_NAMES
 
-DATA = Path(__file__).parent / "data" / "gemma4"
 MODELS = ("tiny_e2b", "tiny_e4b")
 # Two float32 programs that sum in other orders: the references differ from float64 by 3e-5.
 LOGITS = 5e-5
@@ -36,29 +34,18 @@ def case(name):
 
 
 @ft.cache
-def small():
-    """A donor and a reader of each kind, random weights, and a batch."""
-    config = load_config(DATA / "tiny_e2b")
-    kinds = (FULL, SLIDING, SLIDING, FULL)
-    config = dataclasses.replace(config, layer_types=kinds, num_kv_shared_layers=2)
-    rng = np.random.default_rng(0)
-
-    def random(x):
-        normal = rng.normal(size=x.shape)
-        # Norms near one, half that for the unscaled scores; matrices of unit gain.
-        value = 0.6 + 0.2 * normal if len(x.shape) == 1 else normal * x.shape[1] ** -0.5
-        return jnp.asarray(value, jnp.float32)
-
-    model = jax.tree.map(random, weights.abstract(config))
-    return model, jnp.asarray(rng.integers(3, config.vocab_size, (2, 7)))
-
-
-@ft.cache
-def all_logits(name, key="input_ids", mask=None, **options):
+def all_logits(name, **options):
+    """Of every batch that the reference has logits for, in one run: they are all of one shape."""
     model, ref = case(name)
-    ids = jnp.asarray(ref[key])
-    valid = None if mask is None else jnp.asarray(ref[mask] == 1)
-    return np.asarray(jax.jit(lambda m: m(ids, valid=valid, **options))(model))
+    ids = {k: ref[f"{k}.input_ids"] for k in ("padded", "left")}
+    ids["batch"] = ref["input_ids"]
+    ids["decode"] = np.concatenate([ref["decode.prompt"], ref["decode.tokens"]], axis=1)
+    every = np.ones(ref["input_ids"].shape, bool)
+    valid = {k: every & (ref.get(f"{k}.attention_mask", 1) == 1) for k in ids}
+    stacked, mask = (jnp.asarray(np.concatenate(list(x.values()))) for x in (ids, valid))
+    options = {"policy": "none", "isolation": "none", **options}
+    got = np.asarray(jax.jit(lambda m: m(stacked, valid=mask, **options))(model))
+    return dict(zip(ids, np.split(got, len(ids)), strict=True))
 
 
 def log_softmax(x):
@@ -67,33 +54,23 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
+@pytest.mark.parametrize("kernel", ["plain", "blockwise"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits(name):
+def test_logits(name, kernel):
+    """A whole batch, and with padding on either side, where only the tokens that count are compared."""
     _, ref = case(name)
-    got, want = all_logits(name), ref["logits"]
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS)
-    p, q = log_softmax(want), log_softmax(got)
-    assert (np.exp(p) * (p - q)).sum(-1).mean() <= 1e-8
-
-
-@pytest.mark.parametrize("side", ["padded", "left"])
-@pytest.mark.parametrize("name", MODELS)
-def test_padded_batches(name, side):
-    _, ref = case(name)
-    got = all_logits(name, f"{side}.input_ids", f"{side}.attention_mask")
-    valid = ref[f"{side}.attention_mask"] == 1
-    np.testing.assert_allclose(got[valid], ref[f"{side}.logits"][valid], rtol=0, atol=LOGITS)
-    assert np.isfinite(got).all()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_decoded_tokens(name):
-    """The logits of each step with a cache, from one pass without."""
-    model, ref = case(name)
-    ids = np.concatenate([ref["decode.prompt"], ref["decode.tokens"]], axis=1)
-    got = jax.jit(lambda m: m(jnp.asarray(ids)))(model)[:, ref["decode.prompt"].shape[1] - 1 :]
-    np.testing.assert_allclose(got, ref["decode.step_logits"], rtol=0, atol=LOGITS)
+    got = all_logits(name, kernel=kernel)
+    assert got["batch"].dtype == np.float32
+    for key, stem in (("batch", ""), ("padded", "padded."), ("left", "left.")):
+        valid = ref.get(f"{stem}attention_mask", np.ones((2, 17), int)) == 1
+        want, ours = ref[f"{stem}logits"][valid], got[key][valid]
+        np.testing.assert_allclose(ours, want, rtol=0, atol=LOGITS, err_msg=key)
+        p, q = log_softmax(want), log_softmax(ours)
+        assert (np.exp(p) * (p - q)).sum(-1).mean() <= 1e-8
+        assert np.isfinite(got[key]).all()
+    # The logits of each step with a cache, from one pass without.
+    steps = got["decode"][:, ref["decode.prompt"].shape[1] - 1 :]
+    np.testing.assert_allclose(steps, ref["decode.step_logits"], rtol=0, atol=LOGITS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,23 +118,17 @@ def test_bfloat16(name):
     model, ref = case(name)
     theirs = np.abs(ref["bf16.logits"] - ref["logits"])
 
-    def near(logits):
-        ours = np.abs(logits - ref["logits"])
+    ids = jnp.asarray(ref["input_ids"])
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
+    # Weights in bfloat16, or in float32 and rounded where they are used, but for norms.
+    for weight, dtype in ((cast, None), (model, jnp.bfloat16))[: 1 + (name == "tiny_e2b")]:
+        got = jax.jit(lambda m, dtype=dtype: m(ids, dtype=dtype, policy="none", isolation="none"))(
+            weight
+        )
+        assert got.dtype == jnp.float32
+        ours = np.abs(got - ref["logits"])
         assert ours.mean() < 1.5 * theirs.mean()
         assert ours.max() < 2 * theirs.max()
-
-    near(all_logits(name, dtype=jnp.bfloat16))  # float32 weights, rounded where they are used
-    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model)
-    got = jax.jit(lambda m: m(jnp.asarray(ref["input_ids"])))(cast)
-    assert got.dtype == jnp.float32
-    near(got)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_blockwise_attention(name):
-    np.testing.assert_allclose(
-        all_logits(name, kernel="blockwise"), case(name)[1]["logits"], rtol=0, atol=LOGITS
-    )
 
 
 def test_packed_documents_are_as_if_alone():

@@ -27,11 +27,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from . import weights
 from .attention import KERNELS, Kernel, Mask
+from .config import load_config
 from .layers import KV
 from .loss import next_token_loss
 from .model import Gemma4
 
 TOP = 10
+_INTERMEDIATES = (
+    *("inputs_embeds", "ple", "final_norm_out"),
+    *("attn_out", "mlp_out", "layer_out"),
+)
 _BLOCK_TOKENS = 64
 
 
@@ -356,10 +361,15 @@ def check(options: Options) -> Result:
     **Raises:** `ValueError` or `OSError` if a file is not what it should be.
     """
     reference = Reference(options.reference)
+    for asked, kinds, name in (
+        (options.intermediates, _INTERMEDIATES, "intermediates"),
+        (options.gradients, ("grad",), "gradients"),
+    ):
+        if asked and not any(n.split(".")[0] in kinds for n in reference.names):
+            raise ValueError(f"{options.reference} has no {name} to check")
     like = None
     if options.dtype is not None:
-        config = weights.load_config(options.checkpoint)
-        like = weights.abstract(config, options.dtype)
+        like = weights.abstract(load_config(options.checkpoint), options.dtype)
     model = weights.load(options.checkpoint, like)
     compared = [_check_batch(model, batch, options.kernel) for batch in batches(reference, model)]
     ids = jnp.asarray(reference.read("input_ids", (None, None), "i"), jnp.int32)
@@ -368,16 +378,12 @@ def check(options: Options) -> Result:
     if options.intermediates:
         got = eqx.filter_jit(intermediates)(model, ids, options.kernel)
         inner = compare_arrays(reference, {n: n for n in got if n in reference.names}, got)
-        if not inner:
-            raise ValueError(f"{options.reference} has no intermediates to check")
     if options.gradients:
         loss, got = eqx.filter_jit(gradients)(model, ids, options.kernel)
-        names = {f"grad.{n}": n for n in got if f"grad.{n}" in reference.names}
-        if not names:
-            raise ValueError(f"{options.reference} has no gradients to check")
-        if "loss" in reference.names:
-            names = {"loss": "loss", **names}
-        grads = _same_scale(compare_arrays(reference, names, {"loss": loss, **got}), model)
+        got["loss"] = loss
+        names = {n: n if n == "loss" else f"grad.{n}" for n in ("loss", *got)}
+        stored = {s: n for n, s in names.items() if s in reference.names}
+        grads = _same_scale(compare_arrays(reference, stored, got), got)
     return Result(compared, inner, grads, _failures(options, compared, inner, grads))
 
 
@@ -395,12 +401,12 @@ def _check_batch(model: Gemma4, batch: Batch, kernel: str) -> LogitCheck:
     )
 
 
-def _same_scale(checks: list[ArrayCheck], model: Gemma4) -> list[ArrayCheck]:
-    scalars = [c.scale for c in checks if c.name.endswith(".layer_scalar")]
-    last = f".layers.{len(model.layers) - 1}.layer_scalar"
+def _same_scale(checks: list[ArrayCheck], got: dict[str, Array]) -> list[ArrayCheck]:
+    scalars = [name for name in got if name.endswith(".layer_scalar")]
+    last = max(scalars, key=lambda name: int(name.split(".")[-2]))
+    scale = max(float(jnp.abs(got[name]).max()) for name in scalars)
     return [
-        ArrayCheck(c.name, c.max_abs_err, max(scalars)) if c.name.endswith(last) else c
-        for c in checks
+        ArrayCheck(c.name, c.max_abs_err, scale) if c.name == f"grad.{last}" else c for c in checks
     ]
 
 
