@@ -300,7 +300,7 @@ def test_splash_compiles_for_tpu(D, window, padded):
     report = compiled("tpu7x:2x2x1", "splash", D, window, padded)
     assert report.fits
     # Linear memory: the scores of one row would be 8 heads * 1024**2 * 4 bytes.
-    assert report.temp_bytes < 8 * 1024**2 * 4
+    assert report.temporaries < 8 * 1024**2 * 4
 
 
 @pytest.mark.aot

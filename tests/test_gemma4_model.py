@@ -281,8 +281,9 @@ def test_gelu_is_jax_own(dtype):
 
     np.testing.assert_array_equal(gelu(x), reference(x))
     g, r = (jax.vjp(f, x)[1](jnp.ones_like(x))[0] for f in (gelu, reference))
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(g.astype(np.float32), r.astype(np.float32), atol=2 * eps)
+    # For large negative numbers the derivative is a difference of numbers near one.
+    atol = 8 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(g.astype(np.float32), r.astype(np.float32), rtol=0, atol=atol)
 
 
 def test_every_weight_counts():

@@ -381,7 +381,7 @@ def check(options: Options) -> Result:
     if options.gradients:
         loss, got = eqx.filter_jit(gradients)(model, ids, options.kernel)
         got["loss"] = loss
-        names = {n: n if n == "loss" else f"grad.{n}" for n in ("loss", *got)}
+        names = {n: n if n == "loss" else f"grad.{n}" for n in got}
         stored = {s: n for n, s in names.items() if s in reference.names}
         grads = _same_scale(compare_arrays(reference, stored, got), got)
     return Result(compared, inner, grads, _failures(options, compared, inner, grads))

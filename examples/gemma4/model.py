@@ -1,7 +1,7 @@
 """The Gemma-4 small text decoder (E2B, E4B) in Equinox."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -56,7 +56,7 @@ class Gemma4(eqx.Module):
         segments: Int[Array, "B T"] | None = None,
         dtype: DTypeLike | None = None,
         policy: Any = "full",
-        isolation: str = "loop",
+        isolation: Literal["loop", "barrier", "both", "none"] = "loop",
         kernel: Kernel = "auto",
     ) -> Tokens:
         """The stream after the last norm.

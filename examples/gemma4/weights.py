@@ -248,7 +248,7 @@ def _read(
     dtype: DTypeLike,
     sharding: jax.sharding.Sharding,
 ) -> Array:
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         spans = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
         out = np.empty([stop - start for start, stop in spans], dtype)
         (first, last), rest = spans[0], [slice(*s) for s in spans[1:]]
@@ -292,11 +292,10 @@ def _diagnosis(path: Path) -> str | None:
     for key, entry in header.items():
         try:
             (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], entry["dtype"]
-            numbers = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
-            bits = _BITS[dtype] * math.prod(shape) if numbers else -1
+            if not all(type(n) is int and n >= 0 for n in (begin, end, *shape)):
+                raise ValueError
+            bits = _BITS[dtype] * math.prod(shape)
         except (KeyError, TypeError, ValueError):
-            bits = -1
-        if bits < 0:
             return f"{key}: expected dtype, shape and data_offsets, found {entry!r:.200}"
         if bits != 8 * (end - begin):
             return (
