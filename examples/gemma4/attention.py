@@ -82,9 +82,10 @@ def attention(q: Query, k: Key, v: Key, mask: Mask, kernel: Kernel = "auto") -> 
 
     - `kernel`: `"plain"` (any device, memory `T * S`), `"blockwise"` (any device, memory linear in
         the length forward and backward), `"splash"` (TPU), `"cudnn"` (NVIDIA, half precision, head
-        size up to 256, `T * S` memory only where padding or segments are given), `"auto"`: the best
-        of these for the shapes and for the backend JAX runs on *now*, so name one when you compile
-        for another. Or any function with the signature of a kernel, such as `Sharded`.
+        size up to 128, from Hopper on 256; memory `T * S` where padding or segments are given),
+        `"auto"`: the best of these for the shapes and for the backend JAX runs on *now*, so name
+        one when you compile for another. Or any function with the signature of a kernel, such as
+        `Sharded`.
 
     **Returns:** as `q`. The result carries the checkpoint name `"context"`.
     """
@@ -227,8 +228,11 @@ def _runs(segments: Int[Array, "B S"]) -> Int[Array, "B S"]:
 def _cudnn_refuses(q: Query) -> str | None:
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"bfloat16 or float16, got {q.dtype}"
-    if q.shape[3] > 256 or q.shape[3] % 8:
-        return f"a head size up to 256 that 8 divides, got {q.shape[3]}"
+    # JAX asks the GPU that it runs on, so what is compiled elsewhere has the older ones' limit.
+    capability = getattr(jax.devices()[0], "compute_capability", "0")
+    most = 256 if int(str(capability).split(".")[0]) >= 9 else 128
+    if q.shape[3] > most or q.shape[3] % 8:
+        return f"a head size up to {most} that 8 divides (256 on Hopper or later), got {q.shape[3]}"
     return None
 
 
@@ -241,13 +245,17 @@ def _cudnn(q: Query, k: Key, v: Key, mask: Mask) -> Query:
             f"cuDNN attention needs as many queries as keys and no offset, got {T} and {S}; "
             "use kernel='blockwise'"
         )
-    run = partial(jax.nn.dot_product_attention, q, k, v, scale=1.0, implementation="cudnn")
+    run = partial(jax.nn.dot_product_attention, scale=1.0, implementation="cudnn")
+    # The backward pass refuses odd lengths. What is added is last, so no query before it sees it.
+    q, k, v = (jnp.pad(x, [(0, 0), (0, T % 2), (0, 0), (0, 0)]) for x in (q, k, v))
     if mask.valid is None and mask.segments is None:
         window = None if mask.window is None else (mask.window - 1, 0)
-        return checkpoint_name(run(is_causal=True, local_window_size=window), "context")
-    seen = mask.block(jnp.arange(T), jnp.arange(S), S)
-    out = run(mask=jnp.broadcast_to(seen, (q.shape[0], T, S))[:, None])
-    return checkpoint_name(jnp.where(seen.any(-1)[..., None, None], out, 0), "context")
+        out = run(q, k, v, is_causal=True, local_window_size=window)
+    else:
+        at = jnp.arange(q.shape[1])
+        seen = jnp.broadcast_to(mask.block(at, at, T), (q.shape[0], at.size, at.size))
+        out = jnp.where(seen.any(-1)[..., None, None], run(q, k, v, mask=seen[:, None]), 0)
+    return checkpoint_name(out[:, :T], "context")
 
 
 KERNELS = {"plain": _plain, "blockwise": _blockwise, "splash": _splash, "cudnn": _cudnn}
