@@ -26,5 +26,11 @@ from ._policies import (
     Policy as Policy,
 )
 from ._targets import MissingPluginError as MissingPluginError
+from ._verify import (
+    Verdict as Verdict,
+)
+from ._verify import (
+    verify as verify,
+)
 
 __version__ = "0.1.0"

@@ -15,6 +15,7 @@ _EPILOG = """\
 examples:
   remat-scan doctor                                  what works on this machine
   remat-scan report train:step_and_args --target cpu --target h100:8
+  remat-scan verify train:step_and_args --target h100:8
   remat-scan demo                                    train a small decoder, compare the memory
 """
 
@@ -92,6 +93,19 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="print JSON instead of tables")
     report.set_defaults(run=_report)
 
+    proof = commands.add_parser(
+        "verify",
+        help="prove on the compiled program that isolation and recomputation survived",
+        epilog=_REPORT_EPILOG,
+        formatter_class=raw,
+    )
+    proof.add_argument("program", metavar="module:fn", help="returns (step, *args); see below")
+    proof.add_argument("--target", default="cpu", metavar="T", help="what to compile for (cpu)")
+    proof.add_argument("--layers", type=int, metavar="N", help="how many wrapped layers to expect")
+    proof.add_argument("--timeout", type=float, metavar="S", help="seconds before giving up")
+    proof.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    proof.set_defaults(run=_verify)
+
     commands.add_parser(
         "demo", help="train a small decoder on real text and compare the memory (about two minutes)"
     )
@@ -117,6 +131,22 @@ def _report(options: argparse.Namespace) -> int:
         if len(reports) > 1:
             print(f"\n{compare_reports(reports)}")
     return 0 if all(r.fits is not False for r in reports.values()) else 1
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ._verify import verify
+
+    fn, args = _load(options.program)
+    try:
+        verdict = verify(
+            fn, *args, target=options.target, layers=options.layers, timeout=options.timeout
+        )
+    except (ValueError, ImportError, RuntimeError, TimeoutError) as error:
+        raise _MistakeError(_one_line(error)) from None
+    except Exception as error:
+        raise _MistakeError(f"{options.program}: {_users_line(error)}") from None
+    print(json.dumps(json.loads(verdict.to_json()), indent=1) if options.json else verdict)
+    return 0 if verdict.ok else 1
 
 
 def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -1,0 +1,276 @@
+"""Finding layers in a traced program: what was asked of the compiler, before it did anything."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+MARK = "remat_scan.layer."  # in the names of operations: which region they belong to
+
+MATMULS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "pallas_call",
+     "scaled_matmul_wrapper", "ffi_call", "custom_call"}
+)  # fmt: skip
+# Operations that no compiler drops as trivial, for layers without matrix products.
+COSTLY = frozenset(
+    {"tanh", "exp", "exp2", "log", "log1p", "expm1", "sin", "cos", "erf", "logistic", "rsqrt", "sqrt",
+     "pow", "cumsum", "sort", "fft"}
+)  # fmt: skip
+
+MARKED = re.compile(re.escape(MARK) + r"(\d+)")
+_JAX = next(iter(jax.__path__))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LAYER, _TRACE = (os.path.join(_HERE, f"_{n}.py") for n in ("layer", "trace"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Region:
+    """One pass through one layer: its forward pass, its backward pass, or its recomputation.
+
+    **Attributes:**
+
+    - `phase`: `"forward"`, `"backward"`, or `"recompute"` inside the backward pass of a checkpoint
+      that encloses the layer.
+    - `wrapped`: whether this library made it; otherwise it is a plain `jax.checkpoint`.
+    - `loop`, `barrier`: whether the traced program has one, and whether somebody reads the barrier.
+    - `bare`: for the backward pass behind a barrier, how many cotangents do not go through it.
+    - `checkpoint`: `"inside"`, `"outside"` or `"missing"`, for a backward pass.
+    - `matmuls`, `costly`: matrix products, and what else no compiler drops; `again`, `costly_again`:
+      those in the recomputation.
+    - `parent`: the region that it is in.
+    """
+
+    number: int
+    parent: int | None
+    name: str
+    phase: str
+    source: str
+    wrapped: bool
+    loop: bool
+    barrier: bool
+    bare: int
+    checkpoint: str
+    matmuls: int
+    costly: int
+    again: int
+    costly_again: int
+    equation: Any
+    scope: Any
+
+
+def find_regions(closed: Any) -> tuple[Any, list[Region], list[tuple[str, str]]]:
+    """Names every region of a traced program, so that it is found again in the compiled one.
+
+    **Returns:**
+
+    The same program with `MARK` and a number in the names of the operations of each region; the
+    regions; and `(layer, the user's line)` for each call of a wrapped layer without its wrapper.
+    """
+    finder = _Finder()
+    marked = finder.program(closed.jaxpr, "", False)
+    return closed.replace(jaxpr=marked), finder.regions, _not_wrapped(closed.jaxpr, finder.regions)
+
+
+def is_layer(eqn: Any) -> bool:
+    """Whether this library's wrapper made the equation."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    return next((f.file_name for f in frames(eqn) if not _in(f, _JAX)), "") == _LAYER
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith(("remat", "checkpoint")) and "policy" in eqn.params
+
+
+def is_barrier(eqn: Any) -> bool:
+    """A barrier that stands for this library's isolation: not one of the user's or of JAX, nor one
+    that ties copies to the host."""
+    at = next((f for f in frames(eqn) if not _in(f, _JAX)), None)
+    if eqn.primitive.name != "optimization_barrier" or at is None or not _in(at, _HERE):
+        return False
+    host = jax.memory.Space.Host
+    return all(getattr(v.aval, "memory_space", None) != host for v in eqn.outvars)
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The programs inside an equation, as open jaxprs."""
+    for value in eqn.params.values():
+        for v in value if isinstance(value, tuple | list) else (value,):
+            if _is_closed(v) or isinstance(v, jex.Jaxpr):
+                yield getattr(v, "jaxpr", v)
+
+
+def walk(jaxpr: Any, stack: str = "") -> Iterator[tuple[Any, str]]:
+    """All equations with their name stacks; inner layers are not entered."""
+    for eqn in jaxpr.eqns:
+        here = f"{stack}/{eqn.source_info.name_stack}"
+        yield eqn, here
+        if not is_layer(eqn):
+            for inner in inner_jaxprs(eqn):
+                yield from walk(inner, here)
+
+
+def frames(eqn: Any) -> Any:
+    traceback = eqn.source_info.traceback
+    return () if traceback is None else traceback.frames
+
+
+def users_line(eqn: Any) -> str:
+    """The innermost of the user's own lines."""
+    for f in frames(eqn):
+        if not (_in(f, _JAX) or _in(f, _HERE) or "site-packages" in f.file_name):
+            return f"{f.file_name}:{f.line_num}"
+    return ""
+
+
+def _is_closed(value: Any) -> bool:
+    return hasattr(value, "jaxpr") and hasattr(value, "consts")
+
+
+def _in(frame: Any, folder: str) -> bool:
+    name = frame.file_name
+    if folder == _HERE:  # the package's own private modules
+        return name.startswith(folder + os.sep + "_")
+    return name.startswith((folder, "<frozen"))
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+    def program(self, jaxpr: Any, stack: str, checkpointed: bool) -> Any:
+        """`jaxpr` with the names of regions, or itself where there is none."""
+        eqns = [self._equation(jaxpr, eqn, stack, checkpointed) for eqn in jaxpr.eqns]
+        if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+            return jaxpr
+        return jaxpr.replace(eqns=eqns)
+
+    def _equation(self, scope: Any, eqn: Any, stack: str, checkpointed: bool) -> Any:
+        stack = f"{stack}/{eqn.source_info.name_stack}"
+        number = None
+        # Differentiating a scan moves what is the same in each step out of it: no part of a layer.
+        if is_layer(eqn) and any(isinstance(v, jex.Var) for v in eqn.invars):
+            number = self._region(scope, eqn, stack, checkpointed)
+        elif is_checkpoint(eqn) and eqn.params.get("differentiated"):
+            holds_layers = any(is_layer(e) for e, _ in walk(eqn.params["jaxpr"]))
+            if not holds_layers and MARK not in stack:
+                number = self._region(scope, eqn, stack, checkpointed)
+        if number is not None:
+            stack += f"/{MARK}{number}"
+        checkpointed = checkpointed or (is_checkpoint(eqn) and number is None)
+        params = {k: self._param(v, stack, checkpointed) for k, v in eqn.params.items()}
+        if any(params[k] is not eqn.params[k] for k in params):
+            eqn = eqn.replace(params=params)
+        if number is not None:
+            info = eqn.source_info
+            names = info.name_stack.extend(f"{MARK}{number}")
+            eqn = eqn.replace(source_info=info.replace(name_stack=names))
+        return eqn
+
+    def _param(self, value: Any, stack: str, checkpointed: bool) -> Any:
+        if _is_closed(value):
+            inner = self.program(value.jaxpr, stack, checkpointed)
+            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+        if isinstance(value, jex.Jaxpr):
+            return self.program(value, stack, checkpointed)
+        if isinstance(value, tuple):
+            new = tuple(self._param(v, stack, checkpointed) for v in value)
+            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        return value
+
+    def _region(self, scope: Any, eqn: Any, stack: str, checkpointed: bool) -> int:
+        wrapped = is_layer(eqn)
+        inner = next(inner_jaxprs(eqn))
+        found = list(walk(inner))
+        backward = "transpose(" in stack
+        phase = "backward" if backward else "forward"
+        if "rematted_computation" in stack:
+            phase = "recompute"
+        loops = [e for e, _ in found if e.primitive.name == "scan" and e.params["length"] == 1]
+        barriers = [e for e in inner.eqns if is_barrier(e)]
+        held = {v for e in barriers for v in e.outvars}
+        cotangents = [v for v in inner.outvars if not isinstance(v, jex.Literal)]
+        checkpoint = "missing"
+        if not wrapped or any(is_checkpoint(e) for e, _ in found):
+            checkpoint = "inside"
+        elif checkpointed:
+            checkpoint = "outside"
+        work = [(e.primitive.name, "rematted_computation" in s) for e, s in found]
+        self.regions.append(
+            Region(
+                number=len(self.regions),
+                parent=int(marks[-1]) if (marks := MARKED.findall(stack)) else None,
+                name=eqn.params["name"] if wrapped else _checkpoint_name(eqn),
+                phase=phase,
+                source=users_line(eqn),
+                wrapped=wrapped,
+                loop=bool(loops),
+                barrier=any(_is_read(e, inner) for e in barriers),
+                bare=sum(v not in held for v in cotangents),
+                checkpoint=checkpoint,
+                matmuls=sum(p in MATMULS for p, _ in work),
+                again=sum(p in MATMULS and r for p, r in work),
+                costly=sum(p in COSTLY for p, _ in work),
+                costly_again=sum(p in COSTLY and r for p, r in work),
+                equation=eqn,
+                scope=scope,
+            )
+        )
+        return len(self.regions) - 1
+
+
+def _checkpoint_name(eqn: Any) -> str:
+    info = getattr(eqn.params["jaxpr"], "debug_info", None)
+    name = getattr(info, "func_name", "") or "?"
+    return f"jax.checkpoint({name})"
+
+
+def _is_read(barrier: Any, jaxpr: Any) -> bool:
+    """Whether anybody reads a result of the barrier: XLA drops one that nobody reads."""
+    read = {v for e in jaxpr.eqns for v in e.invars if e is not barrier and isinstance(v, jex.Var)}
+    read |= {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
+    return any(v in read for v in barrier.outvars)
+
+
+def _not_wrapped(jaxpr: Any, regions: list[Region]) -> list[tuple[str, str]]:
+    """Lines outside of any region at which the function of a wrapped layer runs all the same."""
+    functions: dict[tuple[str, str, int], str] = {}
+    for region in regions:
+        if region.wrapped:
+            for eqn, _ in walk(next(inner_jaxprs(region.equation))):
+                if (function := _layer_function(frames(eqn))) is not None:
+                    functions.setdefault(function, region.name)
+    found: dict[tuple[str, str], None] = {}
+    for eqn, stack in walk(jaxpr):
+        if eqn.primitive.name not in MATMULS | COSTLY or "transpose(" in stack:
+            continue
+        at = frames(eqn)
+        if any(f.file_name == _TRACE for f in at):
+            continue
+        for i, f in enumerate(at):
+            if (
+                name := functions.get((f.file_name, f.function_name, f.function_start_line))
+            ) is None:
+                continue
+            outer = (
+                o for o in at[i + 1 :] if not _in(o, _JAX) and "site-packages" not in o.file_name
+            )
+            caller = next(outer, f)
+            found[name, f"{caller.file_name}:{caller.line_num}"] = None
+            break
+    return list(found)
+
+
+def _layer_function(frames: Any) -> tuple[str, str, int] | None:
+    """The first of the user's functions that the wrapper called."""
+    inner = None
+    for f in frames:  # innermost first
+        if f.file_name == _TRACE:
+            return inner
+        if not _in(f, _JAX) and "site-packages" not in f.file_name and not _in(f, _HERE):
+            inner = f.file_name, f.function_name, f.function_start_line
+    return None
