@@ -1,7 +1,9 @@
 """Checkpoints: what is in them comes back, wherever it goes; what is wrong with them is named."""
 
 import json
+import os
 import resource
+import socket
 import struct
 import subprocess
 import sys
@@ -347,6 +349,56 @@ def test_flipped_bytes_never_do_harm(tmp_path, tensors):
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(model))
         raw[at] = old
     assert errors > 15
+
+
+_TWO_PROCESSES = """
+import sys, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from examples.gemma4 import weights
+from examples.gemma4.config import load_config
+mesh = jax.make_mesh((4,), ("a",))
+
+def place(x):
+    spec = jax.P("a") if x.shape[0] % 4 == 0 else jax.P()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+like = jax.tree.map(place, weights.abstract(load_config(sys.argv[3])))
+model = weights.load(sys.argv[3], like)
+assert any(not x.is_fully_addressable for x in jax.tree.leaves(model))
+weights.save(model, sys.argv[4], shard_bytes=100_000)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_load_and_save_together(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": os.environ["PATH"]}
+    runs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                _TWO_PROCESSES,
+                address,
+                str(i),
+                str(E2B),
+                str(tmp_path / "out"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    for run in runs:
+        _, errors = run.communicate(timeout=300)
+        assert run.returncode == 0, errors[-3000:]
+    same(weights.load(tmp_path / "out"), load_file(E2B / "model.safetensors"))
 
 
 # -- Sizes -------------------------------------------------------------------------------------------

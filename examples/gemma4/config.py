@@ -159,7 +159,7 @@ class Config:
             )
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> "Config":
+    def from_dict(cls, raw: Any) -> "Config":
         """A config from the contents of a `config.json`.
 
         Reads the text part of a multimodal config (`text_config`), and both spellings of the full
