@@ -41,7 +41,8 @@ def only(ref, *names):
 
 def as_json(capsys, *argv):
     code = main([*map(str, argv), "--json"])
-    return code, json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    return code, json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -98,8 +99,10 @@ def test_a_logit_that_is_no_number_fails(tmp_path, ref, capsys):
     logits = ref["logits"].copy()
     logits[0, 3, 0] = np.nan
     reference = written(tmp_path, only(ref) | {"logits": logits})
-    assert main([str(E2B), "--reference", reference, "--max-kl-div", "1e9"]) == 1
-    capsys.readouterr()
+    code, result = as_json(capsys, E2B, "--reference", reference, "--max-kl-div", "1e9")
+    assert code == 1
+    assert result["logits"][0]["max_abs_err"] is None
+    assert result["logits"][0]["worst"] == [0, 3]
 
 
 def test_wrong_intermediates_and_gradients_fail(tmp_path, capsys):

@@ -1,7 +1,7 @@
 """Attention with one mask and several kernels that agree on it.
 
-`attention(q, k, v, mask, kernel=...)` is the only entry. Scores are `q @ k` times 1.0: the norms on
-queries and keys stand in for the usual `1/sqrt(head_dim)`.
+`attention(q, k, v, mask, kernel=...)` is the only entry. Scores are `q @ k` times 1.0, as in
+transformers' Gemma 4: the norms on queries and keys stand in for the usual `1/sqrt(head_dim)`.
 """
 
 from collections.abc import Callable

@@ -91,7 +91,9 @@ class ArrayCheck:
 
     @property
     def max_rel_err(self) -> float:
-        return self.max_abs_err / self.scale if self.scale else math.inf * self.max_abs_err
+        if self.max_abs_err == 0:
+            return 0.0
+        return self.max_abs_err / self.scale if self.scale else math.inf
 
 
 def compare_logits(
@@ -349,10 +351,12 @@ class Result:
 
     def to_json(self) -> str:
         fields = asdict(self)
-        for kind in ("intermediates", "gradients"):
+        for kind in ("intermediates", "gradients"):  # dataclasses leave out properties
             for row, check in zip(fields[kind], getattr(self, kind), strict=True):
                 row["max_rel_err"] = check.max_rel_err
-        return json.dumps({"verdict": "fail" if self.failures else "pass", **fields}, indent=1)
+        text = json.dumps({"verdict": "fail" if self.failures else "pass", **fields})
+        # JSON has no NaN and no infinity.
+        return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
 def check(options: Options) -> Result:

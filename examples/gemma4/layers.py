@@ -52,7 +52,11 @@ class Embedding(eqx.Module):
 
 
 class RMSNorm(eqx.Module):
-    """`x / rms(x) * weight`, in float32 throughout; without a weight it only normalises."""
+    """`x / rms(x) * weight`, in float32 throughout; without a weight it only normalises.
+
+    Zhang & Sennrich, arXiv:1910.07467. `rms(x)` is `sqrt(mean(x**2) + eps)`; unlike in earlier
+    Gemmas the scale is the weight itself, not one plus it.
+    """
 
     weight: Float[Array, " d"] | None
     eps: float = eqx.field(static=True)
@@ -72,8 +76,8 @@ def rope(
 ) -> Float[Array, "B T N D"]:
     """Rotates the pairs `(j, j + D/2)` by `position * theta**(-2j/D)`, in split-half order.
 
-    Only the first `rotary_factor` of the pairs turn; the others keep still. The exponent's
-    denominator is `D` whatever the factor ("proportional" RoPE).
+    Su et al., arXiv:2104.09864. Only the first `rotary_factor` of the pairs turn; the others keep
+    still. The exponent's denominator is `D` whatever the factor: transformers' "proportional" RoPE.
     """
     D = x.shape[-1]
     turning = int(rotary_factor * D // 2)
@@ -87,8 +91,8 @@ def rope(
 
 @jax.custom_jvp
 def gelu(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Tanh-GELU computed in float32 and rounded once. For the backward pass it keeps one array, its
-    derivative, in the dtype of `x`."""
+    """Tanh-GELU (Hendrycks & Gimpel, arXiv:1606.08415) computed in float32 and rounded once. For the
+    backward pass it keeps one array, its derivative, in the dtype of `x`."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
@@ -101,7 +105,12 @@ def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
 
 
 class SelfAttention(eqx.Module):
-    """Projections and norms around attention. A reader of another layer's K/V has no k and v."""
+    """Projections and norms around attention. A reader of another layer's K/V has no k and v.
+
+    Queries and keys are normed per head before RoPE (after Henry et al., arXiv:2010.04245), and
+    values too, without a weight. Fewer heads of keys than of queries: Ainslie et al.,
+    arXiv:2305.13245. Sharing between layers: Brandon et al., arXiv:2405.12981.
+    """
 
     q_proj: Linear
     k_proj: Linear | None
@@ -159,6 +168,8 @@ class SelfAttention(eqx.Module):
 
 
 class MLP(eqx.Module):
+    """`down(gelu(gate(x)) * up(x))`, the GEGLU of Shazeer, arXiv:2002.05202."""
+
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
@@ -181,6 +192,16 @@ class Layer(eqx.Module):
     A donor hands out its keys and values as a second result; a reader gets them as an argument.
     Both cross the layer's checkpoint boundary as plain inputs and outputs, so they are kept for the
     backward pass once, at the donor, and gradients flow from all readers back into it.
+
+    With `norm` for five norms, each of its own weight, and `ple` this layer's slice of the per-layer
+    embeddings:
+
+    ```python
+    h = h + norm(attention(norm(h)))
+    h = h + norm(mlp(norm(h)))
+    h = h + norm(projection(gelu(gate(h)) * ple))
+    h = h * scalar
+    ```
     """
 
     self_attn: SelfAttention

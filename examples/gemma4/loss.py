@@ -45,7 +45,8 @@ def cross_entropy(
     **Arguments:**
 
     - `ignore`: the label of tokens that do not count.
-    - `z_loss`: weight of `logsumexp(logits)**2`, which keeps the logits from drifting.
+    - `z_loss`: weight of `logsumexp(logits)**2`, which keeps the logits from drifting (PaLM,
+        arXiv:2204.02311, section 5).
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")

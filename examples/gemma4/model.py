@@ -1,4 +1,8 @@
-"""The Gemma-4 small text decoder (E2B, E4B) in Equinox."""
+"""The Gemma-4 small text decoder (E2B, E4B) in Equinox.
+
+The formulas are those of `Gemma4ForCausalLM` in Hugging Face transformers 5.24, whose numbers the
+tests compare with; where an idea was published, its docstring names the paper.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -92,7 +96,12 @@ class Gemma4(eqx.Module):
         return self.embed_tokens(ids, self.config.hidden_size**0.5, dtype)
 
     def per_layer_inputs(self, ids: Int[Array, "B T"], h: Tokens) -> Float[Array, "B T L P"]:
-        """What each layer adds of its own: a lookup by id plus a projection of the embeddings."""
+        """What each layer adds of its own: a lookup by id plus a projection of the embeddings.
+
+        Per-layer embeddings come from Gemma 3n. With `E` the second table, `W` the projection and
+        `h` the scaled embeddings: `(norm(W h / sqrt(d)) + sqrt(P) E[ids]) / sqrt(2)`, cut into one
+        slice of size P for each layer.
+        """
         P = self.config.hidden_size_per_layer_input
         shape = (*ids.shape, self.config.num_layers, P)
         lookup = self.embed_tokens_per_layer(ids, P**0.5, h.dtype).reshape(shape)
@@ -101,7 +110,8 @@ class Gemma4(eqx.Module):
         return (context + lookup) * 2**-0.5
 
     def head(self, h: Float[Array, "*n d"]) -> Float[Array, "*n V"]:
-        """Logits of a normed stream, softcapped, in float32."""
+        """Logits of a normed stream, softcapped, in float32. The head is the embedding table (Press
+        & Wolf, arXiv:1608.05859), without the embeddings' scale."""
         table = self.embed_tokens.weight.astype(h.dtype)
         logits = jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
         return softcap(logits, self.config.final_logit_softcapping)
@@ -115,4 +125,5 @@ class Gemma4(eqx.Module):
 
 
 def softcap(logits: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:
+    """Keeps logits between `-cap` and `cap` (Gemma 2, arXiv:2408.00118)."""
     return logits if cap is None else cap * jnp.tanh(logits / cap)
