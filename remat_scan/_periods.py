@@ -1,5 +1,7 @@
 """Layers that repeat: `Stacked`, and the way there and back from a list."""
 
+import functools as ft
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._trace import _as_pytree, _StaticInput, is_array
+from ._trace import _StaticInput, is_array
 
 
 class Stacked(eqx.Module):
@@ -44,7 +46,7 @@ class Stacked(eqx.Module):
     repeats: int = eqx.field(static=True)
 
     def __init__(self, period: Sequence[Any], repeats: int) -> None:
-        self.period = tuple(_as_pytree(layer) for layer in period)
+        self.period = tuple(as_pytree(layer) for layer in period)
         self.repeats = repeats
         if not self.period or repeats < 1:
             raise ValueError(
@@ -90,7 +92,7 @@ def stack_layers(layers: Sequence[Any], *, period: int | None = None) -> list[An
     **Raises:** `ValueError` if `period` is given and no neighbouring periods are alike, with the first
     difference.
     """
-    layers = [_as_pytree(layer) for layer in layers]
+    layers = [as_pytree(layer) for layer in layers]
     if period is not None and not 1 <= period <= len(layers) // 2:
         raise ValueError(
             f"stack_layers: a period of {period} can't repeat in {len(layers)} layers; it is from 1 "
@@ -136,6 +138,15 @@ def unstack_layers(stack: Sequence[Any]) -> list[Any]:
         else:
             layers.append(item)
     return layers
+
+
+def as_pytree(fn: Any) -> Any:
+    """A layer with the arrays visible that are in a `functools.partial` or a bound method."""
+    if isinstance(fn, types.MethodType):
+        return jax.tree_util.Partial(fn.__func__, fn.__self__)
+    if type(fn) is ft.partial:
+        return jax.tree_util.Partial(as_pytree(fn.func), *fn.args, **fn.keywords)
+    return fn
 
 
 def stack_trees(trees: Sequence[Any]) -> Any:

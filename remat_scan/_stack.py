@@ -14,9 +14,9 @@ from jaxtyping import PRNGKeyArray
 
 from ._isolation import check_isolation, isolate
 from ._layer import checkpointed_layer
-from ._periods import Stacked, kinds_of, stack_trees, take
+from ._periods import Stacked, as_pytree, kinds_of, stack_trees, take, unstack_layers
 from ._policies import resolve
-from ._trace import _as_pytree, _name, is_array
+from ._trace import _name, is_array
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class StackLayer(eqx.Module):
     ) -> None:
         if not callable(fn):
             raise TypeError(f"A layer of a stack is a callable, got {fn!r}.")
-        self.fn = _as_pytree(fn)  # arrays inside a partial or a method are parameters too
+        self.fn = as_pytree(fn)  # arrays inside a partial or a method are parameters too
         if isinstance(reads, Mapping):
             self.reads = tuple(reads.items())
         else:
@@ -175,9 +175,9 @@ def run_stack(
     if not isinstance(overlap, int) or overlap < 0:
         raise ValueError(f"overlap={overlap!r}: a number of layers, at least 0, is needed.")
 
-    def segment(*part: Any) -> Any:
+    def segment(layers: Sequence[Any], *rest: Any) -> Any:
         # Made for this call, because traces are kept as long as the function they are of.
-        return _apply(lambda fn: fn, *part)
+        return _apply(lambda fn: fn, unstack_layers(layers), *rest)
 
     run = _Run(
         args,
@@ -275,7 +275,9 @@ class _Run(NamedTuple):
         length, at_once = len(stacked.period), self._at_once(stacked, start)
         steps, size = stacked.repeats // at_once, at_once * length
         arrays, static = eqx.partition(stacked.period, is_array)
-        arrays = jax.tree.map(lambda a: jnp.reshape(a, (steps, at_once, *a.shape[1:])), arrays)
+        if at_once > 1:
+            shape = (steps, at_once)
+            arrays = jax.tree.map(lambda a: jnp.reshape(a, (*shape, *a.shape[1:])), arrays)
         x_arrays, x_static = eqx.partition(x, is_array)
         written_names = {name for layer in stacked.period for name in layer.writes}
         read_first = _read_before_written(stacked.period) & written_names
@@ -288,8 +290,8 @@ class _Run(NamedTuple):
             x_arrays, carried = carry
             arrays, rows, step = xs
             period = eqx.combine(arrays, static)
-            layers = [layer for t in range(at_once) for layer in take(period, t)]
-            inputs = [self.per_layer.pick(rows, j) for j in range(size)]
+            layers = [Stacked(period, at_once)] if at_once > 1 else period
+            inputs = [() if rows is None else (rows[j],) for j in range(size)]
             known = {name: eqx.combine(carried[name], old_static[name]) for name in read_first}
             results = self._segments(
                 layers,
@@ -340,18 +342,22 @@ class _Run(NamedTuple):
 
     def _segments(
         self,
-        layers: Sequence[StackLayer],
+        layers: Sequence[Any],
         start: int,
         first: Any,
         inputs: Sequence[tuple[Any, ...]],
         x: Any,
         values: dict[str, Any],
     ) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-        """Layers, each `boundary` of them as one. `first` is `start`, or traced in a period."""
+        """Layers, each `boundary` of them as one. `first` is `start`, or traced in a period.
+
+        A `Stacked` in their place is the whole of one boundary: cut inside it, so that the scan keeps
+        the stacked weights for the backward pass and not its pieces beside them.
+        """
         written: dict[str, Any] = {}
         collected: list[dict[str, Any]] = []
         layers = list(layers)
-        for begin in range(0, len(layers), self.boundary):
+        for begin in range(0, len(inputs), self.boundary):
             policy, isolation = self.policies[start + begin], self.isolations[start + begin]
             if self.overlap:
                 isolation = "none"
@@ -363,11 +369,11 @@ class _Run(NamedTuple):
             mine = inputs[begin : begin + self.boundary]
             keys = [
                 None if self.key is None else jax.random.fold_in(self.key, first + begin + j)
-                for j in range(len(part))
+                for j in range(len(mine))
             ]
-            reads = {name for layer in part for _, name in layer.reads}
+            reads = {name for item in part for layer in _expand(item) for _, name in layer.reads}
             known = {name: v for name, v in (values | written).items() if name in reads}
-            if len(part) == 1:
+            if len(mine) == 1:
                 x, new, more = _apply(wrap, part, x, mine, self.args, known, keys)
             else:
                 x, new, more = wrap(self.segment)(part, x, mine, self.args, known, keys)
@@ -429,12 +435,11 @@ class _PerLayer:
         """The `xs` of a scan of so many steps over so many layers each."""
         if self._tree is None:
             return None
-        end = start + steps * size
+        # One tree for each place: the scan then keeps these for the backward pass, not pieces beside.
+        places = [slice(start + j, start + steps * size, size) for j in range(size)]
         if not self._list:
-            return jax.tree.map(
-                lambda a: jnp.reshape(a[start:end], (steps, size, *a.shape[1:])), self._tree
-            )
-        columns = [self._tree[start + j : end : size] for j in range(size)]
+            return [take(self._tree, place) for place in places]
+        columns = [self._tree[place] for place in places]
         for j, column in enumerate(columns):
             kinds = kinds_of([jax.tree.map(_type_of, entry) for entry in column])
             if any(kinds):
@@ -444,11 +449,6 @@ class _PerLayer:
                     "repetitions of one period."
                 )
         return [stack_trees(column) for column in columns]
-
-    def pick(self, rows: Any, j: int) -> tuple[Any, ...]:
-        if self._tree is None:
-            return ()
-        return (rows[j] if self._list else take(rows, j),)
 
 
 def _type_of(leaf: Any) -> Any:
@@ -467,7 +467,7 @@ def _same_types(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
 
 
 def _show(parts: tuple[Any, Any]) -> str:
-    return eqx.tree_pformat(eqx.combine(*parts), width=200)
+    return eqx.tree_pformat(eqx.combine(*parts), width=200, struct_as_array=True)
 
 
 def _placeholder(aval: Any) -> Any:

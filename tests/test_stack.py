@@ -1,0 +1,515 @@
+"""`run_stack` against the plain Python loop: values, gradients, periods, errors."""
+
+import functools as ft
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import D, F, T, assert_close, gated_mlp, loss_of, mlp, normal, stream, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from remat_scan import (
+    Stacked,
+    StackLayer,
+    run_stack,
+    stack_layers,
+    unstack_layers,
+)
+
+
+class Mlp(eqx.Module):
+    w: dict[str, jax.Array]
+    traces: list[int] = eqx.field(static=True, default_factory=list)
+
+    def __call__(self, x, *own, key=None, **read):
+        self.traces.append(1)
+        x = mlp(self.w, x)
+        for value in (*own, *read.values()):
+            x = x + 0.3 * value
+        return x if key is None else x + 0.1 * jax.random.normal(key, x.shape, x.dtype)
+
+
+class Writer(Mlp):
+    """Returns a value for others, and a statistic, after the stream."""
+
+    def __call__(self, x, *own, key=None, **read):
+        y = super().__call__(x, *own, key=key, **read)
+        return y, jnp.sin(y), y.mean()
+
+
+class Wide(Mlp):
+    """Another shape of weights, so unlike `Mlp` in every way."""
+
+    def __call__(self, x, *own, key=None, **read):
+        return super().__call__(gated_mlp(self.w, x), *own, key=key, **read)
+
+
+TRACES = []  # one list, because a static field is part of what makes layers alike
+
+
+def make(kind, seed):
+    w = {name: a / 2 for name, a in weights(jnp.float32, seed).items()}
+    if kind == "wide":
+        return StackLayer(Wide({**w, "wg": normal(seed, D, F) / 4}, TRACES))
+    if kind == "writer":
+        return StackLayer(Writer(w, TRACES), writes="v", collects="mean")
+    if kind == "reader":
+        return StackLayer(Mlp(w, TRACES), reads=("v",), name="reader")
+    if kind == "both":
+        return StackLayer(Writer(w, TRACES), reads={"other": "v"}, writes="v", collects="mean")
+    return Mlp(w, TRACES)
+
+
+def loop(layers, x, *args, per_layer=None, values=None, key=None):
+    """The oracle: `run_stack`'s docstring without checkpoints."""
+    values, collected = dict(values or {}), {}
+    for i, layer in enumerate(layers):
+        layer = layer if isinstance(layer, StackLayer) else StackLayer(layer)
+        if per_layer is None:
+            own = ()
+        elif isinstance(per_layer, list):
+            own = (per_layer[i],)
+        else:
+            own = (jax.tree.map(lambda a: a[i], per_layer),)
+        named = {keyword: values[name] for keyword, name in layer.reads}
+        if key is not None:
+            named["key"] = jax.random.fold_in(key, i)
+        out = layer.fn(x, *own, *args, **named)
+        x, *more = out if layer.writes or layer.collects else (out,)
+        for name in layer.writes:
+            values[name] = more.pop(0)
+        for name in layer.collects:
+            collected.setdefault(name, {})[i] = more.pop(0)
+    return x, values, collected
+
+
+def roundings(layers):
+    return 40 * len(layers)
+
+
+def check(layers, x, *args, stack=None, atol=None, **options):
+    """Results and gradients of `run_stack` and of the loop; `stack` may be stored otherwise."""
+    ours = ("policy", "isolation", "boundary", "overlap")
+    data = {k: v for k, v in options.items() if k not in ours}
+    run = lambda s, x: run_stack(s, x, *args, **options)  # noqa: E731
+    stack = layers if stack is None else stack
+    want = loop(layers, x, *args, **data)
+    got = eqx.filter_jit(run)(stack, x)
+    assert_close(tuple(got), want, roundings(layers))
+
+    def gradient(run, stack):
+        floats, rest = eqx.partition((stack, x), eqx.is_inexact_array)
+        loss = loss_of(lambda floats: tuple(run(*eqx.combine(floats, rest))))
+        return jax.jit(jax.grad(loss))(floats)
+
+    got, got_x = gradient(run, stack)
+    want, want_x = gradient(lambda s, x: loop(s, x, *args, **data), layers)
+    assert_close(unstack_layers(got), want, 4 * roundings(layers))
+    assert_close(got_x, want_x, 4 * roundings(layers))
+
+
+PATTERN = ["mlp", "writer", "reader"]
+
+
+def repeated(count=2, rest=("wide", "reader")):
+    kinds = PATTERN * count + list(rest)
+    return [make(kind, seed) for seed, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize("isolation", ["loop", "barrier", "both", "none"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "periods"])
+def test_unlike_layers_with_values_that_cross(isolation, stacked):
+    layers = repeated()
+    stack = stack_layers(layers) if stacked else None
+    check(layers, stream(jnp.float32), stack=stack, isolation=isolation)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "stacked"), [(3, False), (2, True), (3, True), (6, True)]
+)
+def test_boundaries_periods_and_keys(boundary, stacked):
+    layers = repeated(4 if boundary == 6 else 2)
+    stack = stack_layers(layers) if stacked else None
+    check(
+        layers, stream(jnp.float32), stack=stack, boundary=boundary, key=jax.random.key(5)
+    )
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "periods"])
+@pytest.mark.parametrize("as_list", [False, True], ids=["axis", "list"])
+def test_each_layer_gets_its_own_input(stacked, as_list):
+    layers = repeated()
+    own = normal(3, len(layers), T, D)
+    stack = stack_layers(layers) if stacked else None
+    check(layers, stream(jnp.float32), stack=stack, per_layer=list(own) if as_list else own)
+
+
+def test_unlike_inputs_and_common_arguments():
+    layers = [Mlp(weights(jnp.float32, i)) for i in range(3)]
+    own = [jnp.ones(()), jnp.ones((T, 1)), 2.0]
+    check(layers, stream(jnp.float32), jnp.ones(D), 0.5, per_layer=own)
+
+
+def test_own_inputs_get_gradients_through_periods():
+    layers, x = repeated(), stream(jnp.float32)
+    own, stack = normal(3, len(layers), T, D), stack_layers(layers)
+    got = jax.grad(lambda own: jnp.sum(run_stack(stack, x, per_layer=own).x ** 2))(own)
+    want = jax.grad(lambda own: jnp.sum(loop(layers, x, per_layer=own)[0] ** 2))(own)
+    assert_close(got, want, 400)
+
+
+def test_given_values_are_read_and_replaced():
+    layers = [make(kind, i) for i, kind in enumerate(["reader", "both"] * 3 + ["reader"])]
+    value = normal(8, T, D)
+    check(layers, stream(jnp.float32), values={"v": value})
+    stack = stack_layers(layers)
+    assert [type(s) for s in stack] == [StackLayer, Stacked]
+    check(layers, stream(jnp.float32), stack=stack, values={"v": value})
+    run = lambda run, s: lambda v: jnp.sum(run(s, stream(jnp.float32), values={"v": v})[0])  # noqa: E731
+    got, want = jax.grad(run(run_stack, stack))(value), jax.grad(run(loop, layers))(value)
+    assert_close(got, want, 400)
+
+
+@pytest.mark.parametrize("overlap", [1, 2, 9])
+@pytest.mark.parametrize("boundary", [1, 2])
+def test_bounded_overlap_changes_no_value(overlap, boundary):
+    options = {"isolation": "barrier", "overlap": overlap, "boundary": boundary}
+    layers = repeated(2)
+    check(layers, stream(jnp.float32), **options)
+    check(layers, stream(jnp.float32), stack=stack_layers(layers), **options)
+
+
+def test_overlap_holds_the_weights_of_a_later_layer():
+    """Each barrier takes the stream and two arrays of a later layer; the last layers' one has the
+    stream alone."""
+    layers = [Mlp(weights(jnp.float32, i)) for i in range(4)]
+    run = lambda s, x: run_stack(s, x, isolation="barrier", overlap=1).x  # noqa: E731
+    eqns = jax.make_jaxpr(run)(layers, stream(jnp.float32)).jaxpr.eqns
+    barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+    assert [len(e.invars) for e in barriers] == [3, 3, 3, 1]
+
+
+def test_policies_by_pattern_index_and_list():
+    layers = repeated()
+    x = stream(jnp.float32)
+    n = len(layers)
+    for policy in (
+        {"reader": "minimal", "*": "full"},
+        {0: "none", "1-4": "minimal", "Wide": "dots_saveable", "*": None},
+        ["none"] * 4 + ["full"] * (n - 4),
+        ["minimal"] * n,
+    ):
+        check(layers, x, policy=policy, isolation={"0-3": "barrier", "*": "loop"})
+
+
+def saved(policy, **options):
+    layers = [StackLayer(Mlp(weights(jnp.float32, i)), name=f"layer{i}") for i in range(4)]
+    run = lambda s: jnp.sum(run_stack(s, stream(jnp.float32), policy=policy, **options).x)  # noqa: E731
+    _, vjp = jax.vjp(run, layers)
+    return sum(leaf.shape == (T, F) for leaf in jax.tree.leaves(vjp))
+
+
+def test_each_layer_really_gets_its_own_policy():
+    """Counted by the residuals of the hidden size."""
+    keep = {"isolation": "none"}
+    assert saved("full", **keep) == 0
+    one = saved({"layer2": "minimal", "*": "full"}, **keep)
+    assert one > 0
+    assert saved({"1-3": "minimal", "*": "full"}, **keep) == 3 * one
+    assert saved(["minimal", "full", "full", "minimal"], **keep) == 2 * one
+
+
+def test_a_boundary_keeps_only_what_crosses_it():
+    layers = [Mlp(weights(jnp.float32, i)) for i in range(4)]
+
+    def streams_kept(boundary):
+        run = lambda s, x: jnp.sum(run_stack(s, x, boundary=boundary, isolation="none").x)  # noqa: E731
+        _, vjp = jax.vjp(run, layers, stream(jnp.float32))
+        return sum(leaf.shape == (T, D) for leaf in jax.tree.leaves(vjp))
+
+    assert [streams_kept(b) for b in (1, 2, 4)] == [4, 2, 1]
+
+
+# -- Periods ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cut"),
+    [
+        ("abc", [1, 1, 1]),
+        ("aaaa", ["1x4"]),
+        ("ababab", ["2x3"]),
+        ("aababab", [1, "2x3"]),
+        ("abababa", [1, "2x3"]),
+        ("aaaab" * 2, ["1x4", 1, "1x4", 1]),  # 4 to compile
+        ("aaaab" * 3, ["5x3"]),  # 5, not 6
+        ("aaaab" * 3 + "ccccd" * 4, ["5x3", "5x4"]),
+        ("abacab", [1, 1, 1, 1, 1, 1]),
+        ("aabbb", ["1x2", "1x3"]),
+        ("", []),
+    ],
+)
+def test_periods_are_found(kinds, cut):
+    hidden = {"a": 1, "b": 2, "c": 3, "d": 4}
+    layers = [Mlp({"wi": jnp.ones((D, hidden[k])), "wo": jnp.ones((hidden[k], D))}) for k in kinds]
+    for layer in layers:
+        object.__setattr__(layer, "traces", TRACES)
+    stack = stack_layers(layers)
+    shown = [f"{len(s.period)}x{s.repeats}" if isinstance(s, Stacked) else 1 for s in stack]
+    assert shown == cut
+    assert eqx.tree_equal(unstack_layers(stack), layers)
+
+
+def test_a_declared_period():
+    layers = [make("mlp", i) for i in range(7)]
+    stack = stack_layers(layers, period=3)
+    assert [isinstance(s, Stacked) for s in stack].count(True) == 1
+    check(layers, stream(jnp.float32), stack=stack)
+
+
+def test_a_period_is_traced_once_however_often_it_repeats():
+    def traces(repeats):
+        stack = stack_layers(repeated(repeats, ()))
+        before = len(TRACES)
+        loss = lambda s, x: jnp.sum(run_stack(s, x).x)  # noqa: E731
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(stack, normal(repeats, repeats, D))
+        return len(TRACES) - before, len(str(jaxpr).splitlines())
+
+    (few, short), (many, long) = traces(2), traces(9)
+    assert few == many == len(PATTERN)
+    assert long - short < 40  # only the slices of what is collected
+
+
+def test_layers_stacked_by_vmap_are_not_copied():
+    make_one = lambda key: Mlp({"wi": jax.random.normal(key, (D, F)), "wo": jnp.ones((F, D))}, TRACES)  # noqa: E731
+    blocks = eqx.filter_vmap(make_one)(jax.random.split(jax.random.key(0), 5))
+    stack = [Stacked((blocks,), 5)]
+    check(unstack_layers(stack), stream(jnp.float32), stack=stack)
+    jaxpr = jax.make_jaxpr(lambda s, x: run_stack(s, x).x)(stack, stream(jnp.float32))
+    assert "concatenate" not in str(jaxpr)
+
+
+def test_stacks_work_as_parameters():
+    """An optimiser step on the stacked tree is the step on the list."""
+    layers, x = repeated(), stream(jnp.float32)
+    step = lambda w, g: w - 0.1 * g  # noqa: E731
+    loss = lambda run: lambda s: jnp.mean(run(s, x)[0] ** 2)  # noqa: E731
+    stack = stack_layers(layers)
+    for _ in range(2):
+        stack = jax.tree.map(step, stack, jax.grad(loss(run_stack))(stack))
+        layers = jax.tree.map(step, layers, jax.grad(loss(loop))(layers))
+    assert_close(unstack_layers(stack), layers, 400)
+
+
+def test_functions_partials_and_methods():
+    def scale(w, x, *, by):
+        return mlp(w, x) * by
+
+    layers = [ft.partial(scale, weights(jnp.float32, i), by=0.5) for i in range(4)]
+    stack = stack_layers([*layers, jnp.sin, jnp.sin, Mlp(weights(jnp.float32)).__call__])
+    assert [type(s) for s in stack[:2]] == [Stacked, Stacked]
+    x = stream(jnp.float32)
+    want = loop([*layers, jnp.sin, jnp.sin, Mlp(weights(jnp.float32))], x)[0]
+    assert_close(run_stack(stack, x).x, want, 200)
+
+
+def test_streams_of_any_kind():
+    """A pytree with a static leaf, a key and integers; a value written in a period likewise."""
+
+    def layer(x):
+        key, mine = jax.random.split(x["key"])
+        y = {**x, "h": jnp.sin(x["h"]) + jax.random.normal(mine), "key": key, "n": x["n"] + 1}
+        return y, {"key": mine, "name": "v", "h": y["h"]}
+
+    layers = [StackLayer(layer, writes="v")] * 4
+    x = {"h": jnp.ones(3), "key": jax.random.key(1), "n": jnp.array(0), "static": "text"}
+    want, values, _ = loop(layers, x)
+    for stack in (layers, stack_layers(layers)):
+        got = run_stack(stack, x)
+        assert got.x["static"] == "text"
+        assert got.values["v"]["name"] == "v"
+        for a, b in ((got.x, want), (got.values, values)):
+            assert_close(jax.random.key_data(jax.tree.leaves(a, is_leaf=None)[1]),
+                         jax.random.key_data(jax.tree.leaves(b)[1]), 1)  # fmt: skip
+        assert_close(got.x["h"], want["h"], 40)
+
+
+# -- Transformations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isolation", ["loop", "barrier"])
+def test_transformations(isolation):
+    layers, x = repeated(2, ("wide",)), stream(jnp.float32)
+    want = lambda x: loop(layers, x)[0]  # noqa: E731
+    for stack in (layers, stack_layers(layers)):
+        got = lambda x: run_stack(stack, x, isolation=isolation).x  # noqa: E731
+        assert_close(jax.jvp(got, (x,), (x,)), jax.jvp(want, (x,), (x,)), 600)
+        xs = jnp.stack([x, 2 * x])
+        assert_close(jax.vmap(got)(xs), jax.vmap(want)(xs), 600)
+        second = lambda f: jax.grad(lambda x: jnp.sum(jax.jvp(f, (x,), (x,))[1]))(x)  # noqa: E731
+        assert_close(second(got), second(want), 2000)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "periods"])
+def test_sharded(stacked):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    w = [{"wi": normal(i, 8, 16) / 4, "wo": normal(i + 9, 16, 8) / 4} for i in range(4)]
+    layers = [Mlp(jax.tree.map(lambda a: put(a, "d"), each), TRACES) for each in w]
+    x = put(normal(3, 8, 8), "d")
+    stack = stack_layers(layers) if stacked else layers
+    if stacked:
+        assert stack[0].period[0].w["wi"].sharding.spec == PartitionSpec(None, "d")
+    got = jax.jit(jax.grad(lambda s, x: jnp.mean(run_stack(s, x).x ** 2)))(stack, x)
+    want = jax.grad(lambda s, x: jnp.mean(loop(s, x)[0] ** 2))(layers, x)
+    assert_close(unstack_layers(got), want, 600)
+
+
+# -- Random stacks ---------------------------------------------------------------------------------
+
+KINDS = ["mlp", "wide", "writer", "reader", "both"]
+
+
+@st.composite
+def stacks(draw):
+    pieces = draw(
+        st.lists(
+            st.tuples(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), st.integers(1, 3)),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    kinds = [kind for pattern, times in pieces for kind in pattern * times]
+    uniform = draw(st.sampled_from(["full", "none", "minimal", "dots_saveable"]))
+    per_kind = {"reader": "full", "Wide": "minimal", "*": uniform}
+    boundary = draw(st.integers(1, 3))
+    isolation = draw(st.sampled_from(["loop", "barrier", "both", "none"]))
+    return {
+        "kinds": kinds,
+        "stacked": draw(st.booleans()),
+        "own": draw(st.sampled_from([None, "axis", "list"])),
+        "keyed": draw(st.booleans()),
+        "options": {
+            "policy": uniform if boundary > 1 else draw(st.sampled_from([uniform, per_kind])),
+            "isolation": isolation,
+            "boundary": boundary,
+            "overlap": draw(st.integers(0, 2)) if isolation == "barrier" else 0,
+        },
+    }
+
+
+@settings(max_examples=settings().max_examples // 5)  # each compiles four programs
+@given(stacks())
+def test_random_stacks_are_the_loop(case):
+    layers = [make(kind, seed) for seed, kind in enumerate(case["kinds"])]
+    options = dict(case["options"])
+    if isinstance(options["policy"], dict):
+        names = {StackLayer(a).name if isinstance(a, Mlp) else a.name for a in layers}
+        options["policy"] = {k: v for k, v in options["policy"].items() if k in {"*", *names}}
+    stack = stack_layers(layers) if case["stacked"] else layers
+    runs = [s for s in stack if isinstance(s, Stacked)]
+    if any(s.repeats * len(s.period) % options["boundary"] for s in runs):
+        options["boundary"] = 1
+    if any(len(s.period) % options["boundary"] and options["boundary"] % len(s.period) for s in runs):
+        options["boundary"] = 1
+    if case["own"]:
+        own = normal(4, len(layers), T, D)
+        options["per_layer"] = own if case["own"] == "axis" else list(own)
+    if case["keyed"]:
+        options["key"] = jax.random.key(7)
+    check(layers, stream(jnp.float32), stack=stack, values={"v": normal(6, T, D)}, **options)
+
+
+# -- Errors ----------------------------------------------------------------------------------------
+
+
+def untraced(*_, **__):
+    raise AssertionError("traced before the stack was checked")
+
+
+def named(name, **spec):
+    return StackLayer(untraced, name=name, **spec)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "message"),
+    [
+        (
+            [named("a"), named("b", reads="kv"), named("c", writes="kv")],
+            {},
+            "Layer 1 (b) reads 'kv' before any layer has produced it. Layer 2 produces it later.",
+        ),
+        ([named("b", reads="kv", writes="kv")], {}, "Layer 0 produces it itself."),
+        (
+            [named("a", writes="kv_full"), named("b", reads="kv_ful")],
+            {},
+            "No layer writes it; did you mean 'kv_full'?",
+        ),
+        ([named("a"), named("b")], {"policy": {"c": "full"}}, "'c' matches no layer. There are 2"),
+        ([named("a"), named("b")], {"policy": {"a": "full"}}, "no pattern matches layer 1 (b)"),
+        ([named("a")], {"policy": {"mlpwo": "device"}}, "Policy.custom(...)"),
+        ([named("a")], {"policy": {"1-3": "full"}}, "'1-3' matches no layer"),
+        ([named("a")], {"policy": "ful"}, "Did you mean 'full'?"),
+        ([named("a")], {"isolation": "lop"}, "isolation='lop' is not one of"),
+        ([named("a")], {"isolation": ["loop"] * 2}, "isolation: 2 given for 1 layers"),
+        ([named("a")] * 2, {"per_layer": [1]}, "a list of 1 entries, but there are 2 layers"),
+        ([named("a")] * 2, {"per_layer": {"e": jnp.ones((3, 2))}}, "per_layer['e'] needs a leading"),
+        ([named("a")] * 2, {"boundary": 2, "policy": ["none", "full"]}, "are in one boundary"),
+        ([named("a")], {"boundary": 0}, "boundary=0"),
+        ([named("a")], {"overlap": 1}, "overlap=1 needs isolation='barrier'"),
+        ([named("a")], {"overlap": -1, "isolation": "barrier"}, "overlap=-1"),
+        ([Stacked((named("a"),), 2)], {"policy": ["none", "full"]}, "are in one period"),
+        ([Stacked([named("a")] * 2, 3)], {"boundary": 4}, "unevenly"),
+        ([Stacked([named("a")] * 2, 2)], {"boundary": 3}, "unevenly"),
+    ],
+)
+def test_mistakes_are_named_before_tracing(layers, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_stack(layers, jnp.ones(2), **options)
+
+
+def test_mistakes_found_in_tracing():
+    with pytest.raises(TypeError, match=r"must return \(x, kv\), got"):
+        run_stack([StackLayer(jnp.sin, writes="kv")], jnp.ones(2))
+    grow = lambda x: jnp.concatenate([x, x])  # noqa: E731
+    with pytest.raises(TypeError, match=r"Layers 0-0 repeat.*f32\[2\].*f32\[4\]"):
+        run_stack([Stacked((grow,), 3)], jnp.ones(2))
+    with pytest.raises(ValueError, match=r"per_layer\[0\] and per_layer\[1\] are unlike"):
+        run_stack([Stacked((lambda x, y: x,), 2)], jnp.ones(2), per_layer=[jnp.ones(1), jnp.ones(2)])
+    change = StackLayer(lambda x, v: (x, v.astype("float16")), reads="v", writes="v")
+    with pytest.raises(TypeError, match="read 'v' from the repetition before"):
+        run_stack([Stacked((change,), 2)], jnp.ones(2), values={"v": jnp.ones(2)})
+    with pytest.raises(TypeError, match="callable"):
+        run_stack([3], jnp.ones(2))
+
+
+def test_mistakes_in_stacking():
+    blocks = Mlp({"wi": jnp.ones((4, D, F)), "wo": jnp.ones((3, F, D))})
+    with pytest.raises(ValueError, match=r"leading axis of 4, but period.*'wo'.*\(3, "):
+        Stacked((blocks,), 4)
+    with pytest.raises(ValueError, match="at least 1"):
+        Stacked((), 4)
+    unlike = [Mlp({"w": jnp.ones(n)}, TRACES) for n in (2, 3)]
+    with pytest.raises(ValueError, match=r"Layers 0 and 1 differ: .*\['w'\] is float32\[2\] in one"):
+        stack_layers(unlike, period=1)
+    with pytest.raises(ValueError, match="a period of 2 can't repeat in 2 layers"):
+        stack_layers(unlike, period=2)
+    with pytest.raises(ValueError, match="twice"):
+        StackLayer(jnp.sin, writes="a", collects="a")
+
+
+def test_an_exception_in_a_layer_arrives_unchanged():
+    class Mine(Exception):
+        pass
+
+    def fail(x):
+        raise Mine("at layer")
+
+    for stack in ([fail], [Stacked((fail,), 2)]):
+        with pytest.raises(Mine, match="at layer"):
+            run_stack(stack, np.ones(2))
