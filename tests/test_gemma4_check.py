@@ -19,7 +19,14 @@ from gemma4_small import small
 from safetensors.numpy import load_file, save_file
 
 from examples.gemma4 import weights
-from examples.gemma4.check_logits import compare_logits, gradients, intermediates, main
+from examples.gemma4.check_logits import (
+    Reference,
+    batches,
+    compare_logits,
+    gradients,
+    intermediates,
+    main,
+)
 
 E2B = Path(__file__).parent / "data" / "gemma4" / "tiny_e2b"
 REFERENCE = E2B / "reference.npz"
@@ -231,7 +238,7 @@ HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (1000000, 1000000)}"
         (npy("__import__('os').abort()"), "not a NumPy array"),
         (b"\x80\x04cos\nabort\n(tR.", "not a NumPy array"),
         (b"", "not a NumPy array"),
-        (b"\0" * 10**8, "cannot be real|not a NumPy array"),
+        (b"\0" * 10**8, "not a NumPy array"),
     ],
 )
 def test_hostile_arrays(tmp_path, capsys, content, message):
@@ -252,14 +259,29 @@ def test_broken_archives(tmp_path, capsys):
     for content in (b"", b"PK\x03\x04", raw[: len(raw) // 2], b"\0" * 500):
         path.write_bytes(content)
         fails(capsys, "expected an .npz file", E2B, "--reference", path)
-    rng = np.random.default_rng(0)
-    for _ in range(5):  # damage inside the first array, which has a checksum
+    for at in (0, 32, 70, 150):  # the first array's own header, its name, its checksummed bytes
         damaged = bytearray(raw)
-        damaged[int(rng.integers(60, 200))] ^= 0xFF
+        damaged[at] ^= 0xFF
         path.write_bytes(damaged)
-        code = main([str(E2B), "--reference", str(path)])
-        assert "Traceback" not in capsys.readouterr().err
-        assert code == 2
+        fails(capsys, "input_ids", E2B, "--reference", path)
+
+
+@pytest.mark.slow
+def test_damage_anywhere_is_refused_or_harmless(tmp_path):
+    model, raw = weights.load(E2B), REFERENCE.read_bytes()
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(raw)
+        for at in rng.integers(0, rng.choice([400, len(raw)]), rng.integers(1, 6)):
+            damaged[int(at)] = int(rng.integers(256))
+        (tmp_path / "ref.npz").write_bytes(damaged)
+        try:
+            for batch in batches(Reference(tmp_path / "ref.npz"), model):
+                assert batch.logits.shape[-1] == 89
+        except ValueError:
+            refused += 1
+    assert refused > 50
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,10 @@ def _top(x: Float[np.ndarray, "N V"]) -> Int[np.ndarray, "N K"]:
 # -- The reference -----------------------------------------------------------------------------------
 
 
+# What Python's zip reader raises for damaged and for encrypted files.
+_BROKEN = (zipfile.BadZipFile, RuntimeError, zlib.error, EOFError)
+
+
 class Reference:
     """The arrays of an `.npz` file, which may come from a stranger.
 
@@ -226,10 +230,11 @@ class Reference:
     def __init__(self, path: Path):
         try:
             self._zip = zipfile.ZipFile(path)
-        except zipfile.BadZipFile as error:
+        except _BROKEN as error:
             raise ValueError(f"{path}: expected an .npz file: {error}") from error
         self._path = path
-        self.names = {i.filename.removesuffix(".npy") for i in self._zip.infolist()}
+        files = (i.filename for i in self._zip.infolist())
+        self.names = {name.removesuffix(".npy") for name in files if name.endswith(".npy")}
 
     def shape(self, name: str) -> tuple[int, ...]:
         with self._member(name) as (_, shape, _):
@@ -251,7 +256,7 @@ class Reference:
             try:
                 file.seek(0)
                 return np.lib.format.read_array(file, allow_pickle=False)
-            except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            except _BROKEN as error:
                 raise ValueError(f"{self._path}: {name}: corrupted: {error}") from error
 
     @contextlib.contextmanager
@@ -259,18 +264,22 @@ class Reference:
         if name not in self.names:
             raise ValueError(f"{self._path} has no {name!r}")
         info = self._zip.getinfo(name + ".npy")
-        # No method that NumPy writes packs a thousandfold and more.
-        if info.file_size > 1100 * info.compress_size + 1024:
-            raise ValueError(f"{self._path}: {name}: {info.compress_size} bytes cannot be real")
-        with self._zip.open(info) as file:
+        # NumPy stores or deflates, which packs a thousandfold at best.
+        known = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        if not known or info.file_size > 1100 * info.compress_size + 1024:
+            raise ValueError(
+                f"{self._path}: {name}: expected {info.file_size} bytes, stored or deflated, found "
+                f"{info.compress_size} by method {info.compress_type}"
+            )
+        with contextlib.ExitStack() as stack:
             try:
-                version = np.lib.format.read_magic(file)
+                file = stack.enter_context(self._zip.open(info))
                 read = {
                     (1, 0): np.lib.format.read_array_header_1_0,
                     (2, 0): np.lib.format.read_array_header_2_0,
-                }[version]
+                }[np.lib.format.read_magic(file)]
                 shape, _, dtype = read(file)
-            except (ValueError, KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            except (ValueError, KeyError, *_BROKEN) as error:
                 raise ValueError(f"{self._path}: {name}: not a NumPy array: {error}") from error
             if file.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
                 raise ValueError(
