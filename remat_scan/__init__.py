@@ -7,6 +7,9 @@ from ._layer import (
 from ._layer import (
     isolated_scan as isolated_scan,
 )
+from ._lint import (
+    lint as lint,
+)
 from ._memory import (
     MemoryReport as MemoryReport,
 )
@@ -16,6 +19,15 @@ from ._memory import (
 from ._memory import (
     memory_report as memory_report,
 )
+from ._periods import (
+    Stacked as Stacked,
+)
+from ._periods import (
+    stack_layers as stack_layers,
+)
+from ._periods import (
+    unstack_layers as unstack_layers,
+)
 from ._policies import (
     POLICY_NAMES as POLICY_NAMES,
 )
@@ -24,6 +36,21 @@ from ._policies import (
 )
 from ._policies import (
     Policy as Policy,
+)
+from ._residuals import (
+    Residuals as Residuals,
+)
+from ._residuals import (
+    residuals as residuals,
+)
+from ._stack import (
+    StackLayer as StackLayer,
+)
+from ._stack import (
+    StackResult as StackResult,
+)
+from ._stack import (
+    run_stack as run_stack,
 )
 from ._targets import MissingPluginError as MissingPluginError
 from ._verify import (

@@ -106,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
     proof.add_argument("--json", action="store_true", help="print JSON instead of a table")
     proof.set_defaults(run=_verify)
 
+    for name, text in (
+        ("residuals", "what a loss keeps for its backward pass, by layer and tensor; no compiling"),
+        ("lint", "why a loss keeps more than it should; no compiling"),
+    ):
+        traced = commands.add_parser(name, help=text)
+        traced.add_argument("program", metavar="module:fn", help="returns (loss, *args)")
+        traced.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        traced.set_defaults(run=_traced, what=name)
+
     commands.add_parser(
         "demo", help="train a small decoder on real text and compare the memory (about two minutes)"
     )
@@ -147,6 +156,21 @@ def _verify(options: argparse.Namespace) -> int:
         raise _MistakeError(f"{options.program}: {_users_line(error)}") from None
     print(json.dumps(json.loads(verdict.to_json()), indent=1) if options.json else verdict)
     return 0 if verdict.ok else 1
+
+
+def _traced(options: argparse.Namespace) -> int:
+    from ._lint import Findings, lint
+    from ._residuals import residuals
+
+    fn, args = _load(options.program)
+    try:
+        result = (lint if options.what == "lint" else residuals)(fn, *args)
+    except ValueError as error:
+        raise _MistakeError(_one_line(error)) from None
+    except Exception as error:
+        raise _MistakeError(f"{options.program}: {_users_line(error)}") from None
+    print(json.dumps(json.loads(result.to_json()), indent=1) if options.json else result)
+    return 1 if isinstance(result, Findings) and not result.ok else 0
 
 
 def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

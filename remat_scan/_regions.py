@@ -3,11 +3,15 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
+
+from ._memory import _abstract, _describe
+from ._trace import is_array
 
 MARK = "remat_scan.layer."  # in the names of operations: which region they belong to
 
@@ -86,11 +90,16 @@ def is_checkpoint(eqn: Any) -> bool:
     return eqn.primitive.name.startswith(("remat", "checkpoint")) and "policy" in eqn.params
 
 
+def is_ours(eqn: Any) -> bool:
+    """Whether this library's own code made the equation, not the user's."""
+    at = next((f for f in frames(eqn) if not _in(f, _JAX)), None)
+    return at is not None and _in(at, _HERE)
+
+
 def is_barrier(eqn: Any) -> bool:
     """A barrier that stands for this library's isolation: not one of the user's or of JAX, nor one
     that ties copies to the host."""
-    at = next((f for f in frames(eqn) if not _in(f, _JAX)), None)
-    if eqn.primitive.name != "optimization_barrier" or at is None or not _in(at, _HERE):
+    if eqn.primitive.name != "optimization_barrier" or not is_ours(eqn):
         return False
     host = jax.memory.Space.Host
     return all(getattr(v.aval, "memory_space", None) != host for v in eqn.outvars)
@@ -136,6 +145,60 @@ def _in(frame: Any, folder: str) -> bool:
     if folder == _HERE:  # the package's own private modules
         return name.startswith(folder + os.sep + "_")
     return name.startswith((folder, "<frozen"))
+
+
+def paired(regions: Sequence[Region]) -> list[list[Region]]:
+    """The passes of each layer: its forward pass first, then those that read what it left."""
+    rows = [[r] for r in regions if r.phase == "forward"]
+    alone: list[list[Region]] = []  # a plain jax.checkpoint has no forward pass of its own
+    for region in (r for r in regions if r.phase != "forward"):
+        reads = {v for v in region.equation.invars if isinstance(v, jex.Var)}
+
+        def shared(row: list[Region], region: Region = region, reads: Any = reads) -> int:
+            first = row[0]
+            if first.name != region.name or any(r.phase == region.phase for r in row):
+                return -1
+            if first.scope is not region.scope:
+                return 0
+            return sum(v in reads for v in (*first.equation.invars, *first.equation.outvars)
+                       if isinstance(v, jex.Var))  # fmt: skip
+
+        # The last of equals: where nothing links them, the backward passes come in reverse.
+        best = max(reversed(rows), key=shared, default=None)
+        if best is None or shared(best) < 0:
+            alone.append([region])
+        else:
+            best.append(region)
+    return rows + alone[::-1]
+
+
+def flat_program(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., list[Any]], list[Any], list[jax.ShapeDtypeStruct], list[bool]]:
+    """A call as a function of its arrays alone.
+
+    **Returns:**
+
+    The function, from arrays to arrays; its arrays, as given; the same as abstract values; and which
+    leaves of `(args, kwargs)` they are.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
+    meshes: dict[Any, Any] = {}
+    shardings = [_abstract(_describe(getattr(x, "sharding", None)), meshes) for x in arrays]
+    avals = [
+        jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=s)
+        for x, s in zip(arrays, shardings, strict=True)
+    ]
+
+    def program(*arrays: Any) -> list[Any]:
+        rest = iter(arrays)
+        merged = [next(rest) if d else x for x, d in zip(leaves, dynamic, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, merged)
+        return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if is_array(x)]
+
+    return program, arrays, avals, dynamic
 
 
 class _Finder:

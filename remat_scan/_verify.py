@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 
 from ._isolation import LOOP_TAG
-from ._memory import _abstract, _describe, _donated, memory_report
-from ._regions import Region, find_regions
+from ._memory import _donated, memory_report
+from ._regions import Region, find_regions, flat_program, paired
 from ._schedule import Schedule
-from ._trace import is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,25 +142,7 @@ def verify(
 
     **Raises:** what [`remat_scan.memory_report`][] raises.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
-    arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
-    meshes: dict[Any, Any] = {}
-    avals = [
-        jax.ShapeDtypeStruct(
-            np.shape(x),
-            x.dtype,
-            sharding=_abstract(_describe(getattr(x, "sharding", None)), meshes),
-        )
-        for x in arrays
-    ]
-
-    def program(*arrays: Any) -> Any:
-        rest = iter(arrays)
-        merged = [next(rest) if d else x for x, d in zip(leaves, dynamic, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, merged)
-        return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if is_array(x)]
-
+    program, arrays, avals, dynamic = flat_program(fn, args, kwargs)
     closed = jax.jit(program).trace(*avals).jaxpr
     marked, regions, unwrapped = find_regions(closed)
     report = memory_report(
@@ -177,7 +157,7 @@ def verify(
         problems.append(Problem("fits", "the program", report.message or "it does not fit"))
         return Verdict(target, (), tuple(problems))
     reader = Schedule(report.hlo, regions)
-    rows = [_judge(i, passes, reader, problems) for i, passes in enumerate(_paired(regions))]
+    rows = [_judge(i, passes, reader, problems) for i, passes in enumerate(paired(regions))]
     return Verdict(target, tuple(rows), tuple(problems))
 
 
@@ -199,30 +179,6 @@ def _program_problems(
     elif expected is not None and count != expected:
         message = f"{count} calls of wrapped layers were found, {expected} are expected"
         yield Problem("layers", "the program", message)
-
-
-def _paired(regions: Sequence[Region]) -> list[list[Region]]:
-    """The passes of each layer: its forward pass first, then those that read what it left."""
-    rows = [[r] for r in regions if r.phase == "forward"]
-    for region in (r for r in regions if r.phase != "forward"):
-        reads = {v for v in region.equation.invars if isinstance(v, jex.Var)}
-
-        def shared(row: list[Region], region: Region = region, reads: Any = reads) -> int:
-            first = row[0]
-            if first.name != region.name or any(r.phase == region.phase for r in row):
-                return -1
-            if first.scope is not region.scope:
-                return 0
-            return sum(v in reads for v in (*first.equation.invars, *first.equation.outvars)
-                       if isinstance(v, jex.Var))  # fmt: skip
-
-        # The last of equals: where nothing links them, the backward passes come in reverse.
-        best = max(reversed(rows), key=shared, default=None)
-        if best is None or shared(best) < 0:
-            rows.append([region])
-        else:
-            best.append(region)
-    return rows
 
 
 def _judge(
