@@ -153,9 +153,7 @@ def stack_trees(trees: Sequence[Any]) -> Any:
     """Like trees as one, each array with a leading axis more; static leaves are the first tree's."""
     flat = [jax.tree.flatten(tree) for tree in trees]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return jax.tree.unflatten(
-        flat[0][1], [_stack(c) if is_array(c[0]) else c[0] for c in columns]
-    )
+    return jax.tree.unflatten(flat[0][1], [_stack(c) if is_array(c[0]) else c[0] for c in columns])
 
 
 def take(tree: Any, *index: Any) -> Any:

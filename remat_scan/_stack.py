@@ -134,6 +134,12 @@ def run_stack(
     What is written in one repetition is there in the next, and the last is left after the run. A list
     is made into such a stack by [`remat_scan.stack_layers`][], which says what that costs.
 
+    What a period costs in memory: the gradients of all its repetitions lie in one array from the start
+    of the backward pass, where an unrolled stack's come one after another. A period that is one boundary
+    needs no isolation inside, since the iteration is the loop. In longer ones `"barrier"` acts in the
+    backward pass alone, and keeps nothing more; `"loop"` and `"both"` keep a second copy of the run's
+    weights (each device its shard) for the backward pass.
+
     **Arguments:**
 
     - `layers`: callables, [`remat_scan.StackLayer`][]s and [`remat_scan.Stacked`][]s.
@@ -232,9 +238,7 @@ def _apply(
     return x, written, collected
 
 
-def _sort_results(
-    layer: StackLayer, results: Any
-) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _sort_results(layer: StackLayer, results: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     names = layer.writes + layer.collects
     if not names:
         return results, {}, {}
@@ -300,6 +304,7 @@ class _Run(NamedTuple):
                 inputs,
                 eqx.combine(x_arrays, x_static),
                 values | known,
+                in_scan=True,
             )
             (*carry, collected), static_results = eqx.partition(results, is_array)
             return tuple(carry), collected
@@ -348,6 +353,7 @@ class _Run(NamedTuple):
         inputs: Sequence[tuple[Any, ...]],
         x: Any,
         values: dict[str, Any],
+        in_scan: bool = False,
     ) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
         """Layers, each `boundary` of them as one. `first` is `start`, or traced in a period.
 
@@ -364,6 +370,13 @@ class _Run(NamedTuple):
                 later = begin + self.overlap * self.boundary
                 ahead = slice(later, later + self.boundary)
                 x, layers[ahead] = _hold((x, layers[ahead]))
+            elif in_scan and not self.policies[start + begin].offloads:
+                if len(inputs) <= self.boundary:
+                    isolation = "none"  # the iteration is the loop
+                elif isolation == "barrier":
+                    isolation = "none"
+                    now = slice(begin, begin + self.boundary)
+                    x, layers[now] = _hold_cotangents((x, layers[now]))
             part = layers[begin : begin + self.boundary]
             wrap = ft.partial(checkpointed_layer, policy=policy, isolation=isolation)
             mine = inputs[begin : begin + self.boundary]
@@ -404,6 +417,23 @@ def _hold(tree: Any) -> Any:
     types = [jax.typeof(leaf) for leaf in leaves]
     held = isolate(lambda *operands: operands, types, types, 0, "barrier")(*leaves)
     return eqx.combine(jax.tree.unflatten(treedef, list(held)), static)
+
+
+def _hold_cotangents(tree: Any) -> Any:
+    """A barrier in the backward pass alone. One in the forward pass too would give the scan new
+    arrays to keep: a copy of all of its weights."""
+    floats, rest = eqx.partition(tree, eqx.is_inexact_array)
+    leaves, treedef = jax.tree.flatten(floats)
+
+    @jax.custom_jvp
+    def same(leaves: list[Any]) -> list[Any]:
+        return leaves
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return primals[0], jax.lax.optimization_barrier(tangents[0])
+
+    return eqx.combine(jax.tree.unflatten(treedef, same(leaves)), rest)
 
 
 class _PerLayer:
@@ -551,9 +581,13 @@ def _check_order(layers: Sequence[StackLayer], given: Mapping[str, Any]) -> None
                 continue
             later = [j for j, other in enumerate(layers) if j >= i and name in other.writes]
             if later:
-                hint = f"Layer {later[0]} produces it" + (" itself." if later[0] == i else " later.")
+                hint = f"Layer {later[0]} produces it" + (
+                    " itself." if later[0] == i else " later."
+                )
             else:
-                near = difflib.get_close_matches(name, {n for a in layers for n in a.writes} | known)
+                near = difflib.get_close_matches(
+                    name, {n for a in layers for n in a.writes} | known
+                )
                 hint = "No layer writes it" + (f"; did you mean {near[0]!r}?" if near else ".")
             raise ValueError(
                 f"Layer {i} ({layer.name}) reads {name!r} before any layer has produced it. {hint}"

@@ -129,15 +129,11 @@ def test_unlike_layers_with_values_that_cross(isolation, stacked):
     check(layers, stream(jnp.float32), stack=stack, isolation=isolation)
 
 
-@pytest.mark.parametrize(
-    ("boundary", "stacked"), [(3, False), (2, True), (3, True), (6, True)]
-)
+@pytest.mark.parametrize(("boundary", "stacked"), [(3, False), (2, True), (3, True), (6, True)])
 def test_boundaries_periods_and_keys(boundary, stacked):
     layers = repeated(4 if boundary == 6 else 2)
     stack = stack_layers(layers) if stacked else None
-    check(
-        layers, stream(jnp.float32), stack=stack, boundary=boundary, key=jax.random.key(5)
-    )
+    check(layers, stream(jnp.float32), stack=stack, boundary=boundary, key=jax.random.key(5))
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "periods"])
@@ -286,7 +282,9 @@ def test_a_period_is_traced_once_however_often_it_repeats():
 
 
 def test_layers_stacked_by_vmap_are_not_copied():
-    make_one = lambda key: Mlp({"wi": jax.random.normal(key, (D, F)), "wo": jnp.ones((F, D))}, TRACES)  # noqa: E731
+    make_one = lambda key: Mlp(
+        {"wi": jax.random.normal(key, (D, F)), "wo": jnp.ones((F, D))}, TRACES
+    )  # noqa: E731
     blocks = eqx.filter_vmap(make_one)(jax.random.split(jax.random.key(0), 5))
     stack = [Stacked((blocks,), 5)]
     check(unstack_layers(stack), stream(jnp.float32), stack=stack)
@@ -415,7 +413,9 @@ def test_random_stacks_are_the_loop(case):
     runs = [s for s in stack if isinstance(s, Stacked)]
     if any(s.repeats * len(s.period) % options["boundary"] for s in runs):
         options["boundary"] = 1
-    if any(len(s.period) % options["boundary"] and options["boundary"] % len(s.period) for s in runs):
+    if any(
+        len(s.period) % options["boundary"] and options["boundary"] % len(s.period) for s in runs
+    ):
         options["boundary"] = 1
     if case["own"]:
         own = normal(4, len(layers), T, D)
@@ -458,7 +458,11 @@ def named(name, **spec):
         ([named("a")], {"isolation": "lop"}, "isolation='lop' is not one of"),
         ([named("a")], {"isolation": ["loop"] * 2}, "isolation: 2 given for 1 layers"),
         ([named("a")] * 2, {"per_layer": [1]}, "a list of 1 entries, but there are 2 layers"),
-        ([named("a")] * 2, {"per_layer": {"e": jnp.ones((3, 2))}}, "per_layer['e'] needs a leading"),
+        (
+            [named("a")] * 2,
+            {"per_layer": {"e": jnp.ones((3, 2))}},
+            "per_layer['e'] needs a leading",
+        ),
         ([named("a")] * 2, {"boundary": 2, "policy": ["none", "full"]}, "are in one boundary"),
         ([named("a")], {"boundary": 0}, "boundary=0"),
         ([named("a")], {"overlap": 1}, "overlap=1 needs isolation='barrier'"),
@@ -480,7 +484,9 @@ def test_mistakes_found_in_tracing():
     with pytest.raises(TypeError, match=r"Layers 0-0 repeat.*f32\[2\].*f32\[4\]"):
         run_stack([Stacked((grow,), 3)], jnp.ones(2))
     with pytest.raises(ValueError, match=r"per_layer\[0\] and per_layer\[1\] are unlike"):
-        run_stack([Stacked((lambda x, y: x,), 2)], jnp.ones(2), per_layer=[jnp.ones(1), jnp.ones(2)])
+        run_stack(
+            [Stacked((lambda x, y: x,), 2)], jnp.ones(2), per_layer=[jnp.ones(1), jnp.ones(2)]
+        )
     change = StackLayer(lambda x, v: (x, v.astype("float16")), reads="v", writes="v")
     with pytest.raises(TypeError, match="read 'v' from the repetition before"):
         run_stack([Stacked((change,), 2)], jnp.ones(2), values={"v": jnp.ones(2)})
@@ -495,7 +501,9 @@ def test_mistakes_in_stacking():
     with pytest.raises(ValueError, match="at least 1"):
         Stacked((), 4)
     unlike = [Mlp({"w": jnp.ones(n)}, TRACES) for n in (2, 3)]
-    with pytest.raises(ValueError, match=r"Layers 0 and 1 differ: .*\['w'\] is float32\[2\] in one"):
+    with pytest.raises(
+        ValueError, match=r"Layers 0 and 1 differ: .*\['w'\] is float32\[2\] in one"
+    ):
         stack_layers(unlike, period=1)
     with pytest.raises(ValueError, match="a period of 2 can't repeat in 2 layers"):
         stack_layers(unlike, period=2)
