@@ -134,11 +134,11 @@ def run_stack(
     What is written in one repetition is there in the next, and the last is left after the run. A list
     is made into such a stack by [`remat_scan.stack_layers`][], which says what that costs.
 
-    What a period costs in memory: the gradients of all its repetitions lie in one array from the start
-    of the backward pass, where an unrolled stack's come one after another. A period that is one boundary
-    needs no isolation inside, since the iteration is the loop. In longer ones `"barrier"` acts in the
-    backward pass alone, and keeps nothing more; `"loop"` and `"both"` keep a second copy of the run's
-    weights (each device its shard) for the backward pass.
+    What a period costs in memory: the gradients of all its repetitions lie in one array from the
+    start of the backward pass, where an unrolled stack's come one after another. A period that is one
+    boundary needs no isolation inside, since the iteration is the loop. In longer ones `"barrier"`
+    acts in the backward pass alone, and keeps nothing more; `"loop"` and `"both"` keep a second copy
+    of the run's weights (each device its shard) for the backward pass.
 
     **Arguments:**
 
@@ -205,8 +205,10 @@ def run_stack(
     todo = list(_group(stack, run))
     collected: dict[str, dict[int, Any]] = {}
     for start, item in todo:
-        run_item = run.period if isinstance(item, Stacked) else run.unrolled
-        x, given, found = run_item(item, start, x, given)
+        if isinstance(item, Stacked):
+            x, given, found = run.period(item, start, x, given)
+        else:
+            x, given, found = run.unrolled(item, start, x, given)
         for i, more in found:
             for name, value in more.items():
                 collected.setdefault(name, {})[i] = value
@@ -425,14 +427,11 @@ def _hold_cotangents(tree: Any) -> Any:
     floats, rest = eqx.partition(tree, eqx.is_inexact_array)
     leaves, treedef = jax.tree.flatten(floats)
 
-    @jax.custom_jvp
-    def same(leaves: list[Any]) -> list[Any]:
-        return leaves
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def tie(primals: Any, tangents: Any) -> Any:
         return primals[0], jax.lax.optimization_barrier(tangents[0])
 
+    same = jax.custom_jvp(lambda leaves: leaves)
+    same.defjvp(tie)
     return eqx.combine(jax.tree.unflatten(treedef, same(leaves)), rest)
 
 

@@ -282,9 +282,9 @@ def test_a_period_is_traced_once_however_often_it_repeats():
 
 
 def test_layers_stacked_by_vmap_are_not_copied():
-    make_one = lambda key: Mlp(
-        {"wi": jax.random.normal(key, (D, F)), "wo": jnp.ones((F, D))}, TRACES
-    )  # noqa: E731
+    def make_one(key):
+        return Mlp({"wi": jax.random.normal(key, (D, F)), "wo": jnp.ones((F, D))}, TRACES)
+
     blocks = eqx.filter_vmap(make_one)(jax.random.split(jax.random.key(0), 5))
     stack = [Stacked((blocks,), 5)]
     check(unstack_layers(stack), stream(jnp.float32), stack=stack)
@@ -490,7 +490,7 @@ def test_mistakes_found_in_tracing():
     change = StackLayer(lambda x, v: (x, v.astype("float16")), reads="v", writes="v")
     with pytest.raises(TypeError, match="read 'v' from the repetition before"):
         run_stack([Stacked((change,), 2)], jnp.ones(2), values={"v": jnp.ones(2)})
-    with pytest.raises(TypeError, match="callable"):
+    with pytest.raises(TypeError, match=r"[Cc]allable"):
         run_stack([3], jnp.ones(2))
 
 
@@ -512,12 +512,12 @@ def test_mistakes_in_stacking():
 
 
 def test_an_exception_in_a_layer_arrives_unchanged():
-    class Mine(Exception):
+    class MineError(Exception):
         pass
 
     def fail(x):
-        raise Mine("at layer")
+        raise MineError("at layer")
 
     for stack in ([fail], [Stacked((fail,), 2)]):
-        with pytest.raises(Mine, match="at layer"):
+        with pytest.raises(MineError, match="at layer"):
             run_stack(stack, np.ones(2))
