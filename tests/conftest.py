@@ -15,6 +15,7 @@ _COMMON = {
     "deadline": None,  # the first example of a kind compiles
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("ci", max_examples=60, derandomize=True, **_COMMON)
+settings.register_profile("quick", max_examples=50, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from test_memory import needs_compiler
 
 import remat_scan._isolation as isolation_module
-from remat_scan import checkpointed_layer, isolated_scan, verify
+from remat_scan import Policy, checkpointed_layer, isolated_scan, verify
 from remat_scan._cli import main
+from remat_scan._regions import find_regions
 
 verify_module = importlib.import_module("remat_scan._verify")
 
@@ -230,6 +231,55 @@ def test_no_layer_at_all():
 def test_isolation_none_isolates_nothing():
     verdict = verify(*stack([checkpointed_layer(mlp, isolation="none")] * 3))
     assert "isolation" in checks(verdict)
+
+
+# -- What is traced: of no account for values, but for memory and for the time to compile -----------
+
+
+def traced_layers(layer, n=2, shape=(8, 8)):
+    """The equations of the forward layers of a stack whose weights look like its stream."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = layer(w, x)
+        return jnp.sum(x**2)
+
+    array = jnp.ones(shape)
+    _, regions, _ = find_regions(jax.make_jaxpr(jax.grad(loss))([array] * n, array))
+    return [r.equation for r in regions if r.phase == "forward"]
+
+
+def test_traced_weights_are_no_carry_of_the_loop():
+    """A carry is copied, and its gradient summed up: the stream alone is one."""
+    layer = checkpointed_layer(lambda w, x: jnp.sin(x @ w))
+    for eqn in traced_layers(layer):
+        program = eqn.params["jaxpr"].jaxpr
+        (loop,) = (e for e in program.eqns if e.primitive.name == "scan")
+        carried = [v for v in loop.invars if v.aval.shape == (8, 8)]
+        assert carried == [program.invars[-1]]
+
+
+def test_traced_layers_alike_are_one_program():
+    layer = checkpointed_layer(lambda w, x: jnp.sin(x @ w))
+    first, *others = (e.params["jaxpr"] for e in traced_layers(layer, 4))
+    assert all(other is first for other in others)
+
+
+@pytest.mark.parametrize("isolation", ["loop", "barrier"])
+def test_traced_copies_to_the_host_end_before_the_next_layer(isolation):
+    policy = Policy(offload=("decoder_layer_input",))
+    layer = checkpointed_layer(lambda w, x: jnp.sin(x @ w), policy=policy, isolation=isolation)
+    host = jax.memory.Space.Host
+    for eqn in traced_layers(layer):
+        program = eqn.params["jaxpr"].jaxpr
+        ties = [
+            e
+            for e in program.eqns
+            if e.primitive.name == "optimization_barrier"
+            and any(v.aval.memory_space == host for v in e.outvars)
+        ]
+        (tie,) = ties
+        assert program.outvars[0] in tie.outvars
 
 
 # -- On programs for hardware that is not there ----------------------------------------------------
