@@ -58,7 +58,6 @@ MUTATIONS = (
              "if not _is_mutable(t)][-1:]\n        for i, x in zip(held", VERIFY),
     Mutation("both means the loop alone", ISOLATION, 'in ("barrier", "both")', 'in ("barrier",)', VERIFY),
     Mutation("both means the barrier alone", ISOLATION, 'in ("loop", "both")', 'in ("loop",)', VERIFY),
-    Mutation("an unrolled loop", ISOLATION, "xs, length=1)", "xs, length=1, unroll=True)", REACHES),
     Mutation("swap the carry's outputs", ISOLATION,
              "return [outputs[o] for o in slots],", "return [outputs[o] for o in reversed(slots)],", KINDS),
     Mutation("swap carry and output", ISOLATION, "outputs[o] = y\n        for o, y in zip(others",
