@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
 LAYER = ("tests/test_layer.py", "-k", "not sharding and not bf16")
 KINDS = ("tests/test_layer.py", "-k", "plain_calls and f32")
-POLICIES = ("tests/test_layer.py", "tests/test_policies.py", "-k", "polic and not plain_calls")
+POLICIES = ("tests/test_policies.py", "tests/test_layer.py", "-k", "polic and not plain_calls")
 REACHES = ("tests/test_layer.py", "-k", "survive or grows or inputs_and_none or threads")
 TRACING = ("tests/test_layer.py", "-k", "alike or alive or rebound or nothing_wrapped")
 VERIFY = ("tests/test_verify.py", "-k", "not alarm and not other_compilers")
@@ -65,11 +65,11 @@ MUTATIONS = (
     Mutation("swap the other outputs", ISOLATION, "zip(others, ys", "zip(others[::-1], ys", KINDS),
     Mutation("operands in the wrong places", ISOLATION,
              "zip(carried + stacked, carry + xs", "zip(stacked + carried, carry + xs", KINDS),
-    Mutation("an argument continued twice", ISOLATION, "                free.remove(i)\n", "", KINDS),
+    Mutation("an argument continued twice", ISOLATION, "                free.remove(i)\n", "", TRACED),
     Mutation("outputs continue weights", ISOLATION, "range(streams_from, len(in_types))",
              "range(len(in_types))", TRACED),
     Mutation("any type continues an argument", ISOLATION, "if in_types[i] == out_type:",
-             "if in_types[i].shape == out_type.shape:", KINDS),
+             "if in_types[i].shape == out_type.shape:", TRACED),
     Mutation("loop operands are not given back", ISOLATION, "inner = list(operands)  # what",
              "inner = [0 * x for x in operands]  # what", KINDS),
     Mutation("ignore the policy", WRAP, "policy=policy.as_function())", "policy=None)", POLICIES),

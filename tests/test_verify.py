@@ -262,6 +262,18 @@ def test_traced_weights_are_no_carry_of_the_loop():
         assert carried == [program.invars[-1]], program
 
 
+def test_traced_arguments_are_continued_once_and_by_their_own_type():
+    def layer(x):
+        return jnp.sin(x), jnp.cos(x), x > 0
+
+    program = jax.make_jaxpr(checkpointed_layer(layer))(jnp.ones((8, 8))).eqns[0].params["jaxpr"]
+    (loop,) = (e for e in program.jaxpr.eqns if e.primitive.name == "scan")
+    assert [v.aval.shape for v in loop.invars] == [(8, 8)]
+    assert [v.aval.shape for v in loop.outvars] == [(8, 8), (1, 8, 8), (1, 8, 8)]
+    narrow = jax.eval_shape(checkpointed_layer(lambda x: x.astype(jnp.float16)), jnp.ones((8, 8)))
+    assert narrow.dtype == jnp.float16
+
+
 def test_traced_layers_alike_are_one_program():
     layer = checkpointed_layer(lambda w, x: jnp.sin(x @ w))
     first, *others = (e.params["jaxpr"] for e in traced_layers(layer, 4, jax.jit))
