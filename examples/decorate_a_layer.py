@@ -66,7 +66,7 @@ big = jax.eval_shape(lambda: [init(jax.random.key(0), 256, 1024) for _ in range(
 tokens = jax.ShapeDtypeStruct((8, 1024, 256), jnp.float32)
 ways = {
     "no remat": mlp,
-    "jax.checkpoint": jax.checkpoint(mlp, static_argnums=()),
+    "jax.checkpoint": jax.checkpoint(mlp),
     "loop": checkpointed_layer(mlp, isolation="loop"),
     "barrier": checkpointed_layer(mlp, isolation="barrier"),
 }
