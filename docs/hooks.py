@@ -1,0 +1,200 @@
+"""What the site makes from other files while it is built, so that no figure is copied by hand.
+
+- `{{ peak: case / target / way }}` in a page: GiB from `benchmarks/results/isolation.json`;
+- `{{ alive: way }}`: the same from `schedule.json`, the program that the plots are drawn from;
+- `{{ report: way }}`: the report of that program; `{{ table: name }}`: all rows of a result file;
+- `{{ examples }}`: the list of examples, each with a page made from its script;
+- `plots/*.svg`: plots, each for light and for dark pages.
+"""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "__init__")
+SHOWN = ("no remat", "jax.checkpoint", "loop", "barrier")
+GIB = 2**30
+
+
+def load(name: str) -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def gib(size: int | None) -> str:
+    return "–" if size is None else f"{size / GIB:.2f}"
+
+
+def fill(markdown: str) -> str:
+    """The page with its `{{ ... }}` replaced; an unknown one is a KeyError and fails the build."""
+    return re.sub(r"\{\{ (\w+)(?:: (.*?))? \}\}", lambda m: _FILL[m[1]](m[2] or ""), markdown)
+
+
+def _peak(key: str) -> str:
+    case, target, way = key.split(" / ")
+    (row,) = [
+        r
+        for r in load("isolation")
+        if (r["case"], r["target"], r["configuration"]) == (case, target, way)
+    ]
+    return gib(row["peak_bytes"])
+
+
+def _alive_row(way: str) -> dict[str, Any]:
+    (row,) = [r for r in load("schedule") if r["configuration"] == way]
+    return row
+
+
+def _report(way: str) -> str:
+    from remat_scan import MemoryReport
+
+    report = MemoryReport.from_json(json.dumps(_alive_row(way)["report"]))
+    return f"```text\n{report.table(top=5)}\n```"
+
+
+def _table(name: str) -> str:
+    if name == "overhead":
+        lines = ["| configuration | trace | compile | step |", "|---|---|---|---|"]
+        for r in load(name):
+            ratios = [f"{r[f'{part}_ratio']:.2f}" for part in ("trace", "compile", "step")]
+            lines.append(f"| {r['configuration']} | {' | '.join(ratios)} |")
+        return "\n".join(lines)
+    lines = ["| case | target | configuration | peak | needs | host | TFLOP |", "|---" * 7 + "|"]
+    for r in load(name):
+        sizes = [gib(r.get(f"{figure}_bytes")) for figure in ("peak", "needs", "host")]
+        lines.append(
+            f"| {r['case']} | {r['target']} | {r['configuration']} | {' | '.join(sizes)} | "
+            f"{r['flops'] / 1e12:,.0f} |"
+        )
+    packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+    used = sorted({f"{p} {r[p]}" for r in load(name) for p in packages if p in r})
+    return "\n".join(lines) + f"\n\nGiB a device. {', '.join(used)}."
+
+
+def _examples(_: str) -> str:
+    return "\n".join(f"- [{_title(p)}](examples/{p.stem}.md)" for p in EXAMPLES)
+
+
+_FILL = {
+    "peak": _peak,
+    "alive": lambda way: gib(_alive_row(way)["peak_bytes"]),
+    "found": lambda way: gib(_alive_row(way)["peak_found_bytes"]),
+    "report": _report,
+    "table": _table,
+    "examples": _examples,
+}
+
+
+def _title(script: Path) -> str:
+    return next(line[4:] for line in script.read_text().splitlines() if line.startswith("# # "))
+
+
+def as_markdown(script: Path) -> str:
+    """A page from a script in percent format: comments become text, code stays code."""
+    page = []
+    for cell in re.split(r"^# %%", script.read_text(), flags=re.MULTILINE)[1:]:
+        head, _, body = cell.partition("\n")
+        if head.strip() == "[markdown]":
+            text = [line.removeprefix("#").removeprefix(" ") for line in body.splitlines()]
+            page.append("\n".join(text).strip())
+        else:
+            page.append(f"```python\n{body.strip()}\n```")
+    return "\n\n".join([*page, f"The script: `examples/{script.name}`."]) + "\n"
+
+
+# -- Plots -----------------------------------------------------------------------------------------
+
+
+def plots() -> dict[str, str]:
+    """SVG by file name."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    made = {}
+    for theme, ink in (("light", "#222222"), ("dark", "#e0e0e0")):
+        colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        style = dict.fromkeys(colours, ink) | {
+            "svg.hashsalt": "remat_scan",
+            "font.size": 11,
+            "axes.facecolor": "none",
+            "figure.facecolor": "none",
+            "legend.framealpha": 0.0,
+        }
+        with mpl.rc_context(style):
+            for name, draw in (("depth", _depth), ("alive", _alive), ("lives", _lives)):
+                figure, text = draw(plt), io.StringIO()
+                figure.savefig(
+                    text,
+                    format="svg",
+                    transparent=True,
+                    bbox_inches="tight",
+                    metadata={"Date": None},
+                )
+                plt.close(figure)
+                made[f"plots/{name}-{theme}.svg"] = text.getvalue()
+    return made
+
+
+def _depth(plt: Any) -> Any:
+    figure, ax = plt.subplots(figsize=(6, 3.6))
+    rows = load("depth")
+    for way in dict.fromkeys(r["configuration"] for r in rows):
+        points = sorted((r["layers"], r["peak_bytes"]) for r in rows if r["configuration"] == way)
+        ax.plot([n for n, _ in points], [p / GIB for _, p in points], "o-", label=way)
+    ax.set(xlabel="layers", ylabel="peak, GiB a device", ylim=0)
+    ax.grid(alpha=0.3)
+    ax.legend()
+    return figure
+
+
+def _panels(plt: Any) -> tuple[Any, list[tuple[Any, dict[str, Any]]]]:
+    figure, axes = plt.subplots(len(SHOWN), 1, figsize=(6, 8), sharey=True, layout="constrained")
+    return figure, [(ax, _alive_row(way)) for ax, way in zip(axes, SHOWN, strict=True)]
+
+
+def _alive(plt: Any) -> Any:
+    figure, panels = _panels(plt)
+    for ax, row in panels:
+        alive = {k: [b / GIB for b in series] for k, series in row["alive_bytes"].items()}
+        at = [100 * i / (len(alive["arguments"]) - 1) for i in range(len(alive["arguments"]))]
+        ax.stackplot(at, *alive.values(), labels=list(alive), linewidth=0)
+        ax.set(title=row["configuration"], ylabel="GiB alive", xlim=(0, 100))
+    panels[0][0].legend(loc="upper left", fontsize=9)
+    panels[-1][0].set_xlabel("position in the schedule, %")
+    return figure
+
+
+def _lives(plt: Any) -> Any:
+    figure, panels = _panels(plt)
+    for ax, row in panels:
+        bars = [(100 * b / row["steps"], 100 * (e + 1 - b) / row["steps"])
+                for b, e, _ in row["wide_activations"]]  # fmt: skip
+        for i, (begin, length) in enumerate(bars):
+            ax.barh(i, length, left=begin, height=1.0, color="C2")
+        ax.set(title=row["configuration"], ylabel="buffer", xlim=(0, 100))
+        ax.invert_yaxis()
+    panels[-1][0].set_xlabel("position in the schedule, %")
+    return figure
+
+
+# -- Called by mkdocs ------------------------------------------------------------------------------
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for script in EXAMPLES:
+        page = f"examples/{script.stem}.md"
+        files.append(File.generated(config, page, content=as_markdown(script)))
+    for name, svg in plots().items():
+        files.append(File.generated(config, name, content=svg))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return fill(markdown)
