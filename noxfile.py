@@ -59,3 +59,11 @@ def demo(session: nox.Session) -> None:
     """The main job: train a small decoder of unlike layers on real text and compare the memory."""
     session.install("-e", ".")
     session.run("remat-scan", "demo", *session.posargs)
+
+
+@nox.session(python=NEWEST)
+def docs(session: nox.Session) -> None:
+    """The documentation; `nox -s docs -- serve` shows it while it is written."""
+    session.install("-e", ".[docs]")
+    arguments = session.posargs or ["build"]
+    session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "1"})

@@ -5,8 +5,8 @@
 # statistics. A checkpointed layer is a function, so the state goes in and comes out. The adapter below
 # is all that is needed; it works inside `nnx.jit`, `nnx.grad` and `nnx.value_and_grad`.
 #
-# A module without such state can be wrapped directly, `checkpointed_layer(block)(x)`. Don't do that with
-# one that has any: its updates are lost, and a dropout would use the same mask in every step.
+# A module without such state can be wrapped directly, `checkpointed_layer(block)(x)`. Don't do that
+# with one that has any: its updates are lost, and a dropout would use the same mask in every step.
 
 # %%
 from typing import Any

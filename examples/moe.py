@@ -2,8 +2,8 @@
 # # A mixture of experts with an auxiliary loss
 #
 # A layer may return anything beside the activations: here the load-balancing loss of its router and the
-# number of tokens that each expert got, an integer array without a gradient. A PRNG key goes in, for the
-# router's noise; recomputation draws the same noise again.
+# number of tokens that each expert got, an integer array without a gradient. A PRNG key goes in, for
+# the router's noise; recomputation draws the same noise again.
 
 # %%
 from typing import Any

@@ -6,6 +6,7 @@
 # other. Checkpointing block by block leaves the skips as ordinary values between blocks.
 
 # %%
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ def init(key: jax.Array, in_channels: int = 3) -> dict[str, Any]:
     sizes = (in_channels, *CHANNELS)
     downs = [
         {"a": kernel(i, o), "b": kernel(o, o), "half": kernel(o, o)}
-        for i, o in zip(sizes, sizes[1:], strict=False)
+        for i, o in itertools.pairwise(sizes)
     ]
     ups = [
         {"double": kernel(coarse, c), "a": kernel(2 * c, c), "b": kernel(c, c)}

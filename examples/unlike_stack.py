@@ -64,7 +64,7 @@ def layer(
     query = heads(x @ w["query"])
     key, value = shared or (heads(x @ w["key"]), heads(x @ w["value"]))
     context = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    x = x + context.reshape(x.shape[:-1] + (-1,)) @ w["out"]
+    x = x + context.reshape((*x.shape[:-1], -1)) @ w["out"]
     return x + jax.nn.gelu(x @ w["up"]) @ w["down"], (key, value)
 
 
