@@ -91,7 +91,8 @@ def is_run(folder: str | Path) -> bool:
 
 
 def claim(folder: Path, config: Config, tokenizer: Path | None) -> None:
-    """Writes what a checkpoint needs to be used later: the config and the tokenizer.
+    """Writes what a checkpoint needs to be used later: the config and the tokenizer. With several
+    processes the first one writes.
 
     **Raises:** `ValueError` if the folder holds a run of another model.
     """
@@ -99,6 +100,8 @@ def claim(folder: Path, config: Config, tokenizer: Path | None) -> None:
         old, new = found.to_dict(), config.to_dict()
         changed = ", ".join(f"{k} {old[k]} → {new[k]}" for k in new if old[k] != new[k])
         raise ValueError(f"{folder} holds a run of another model ({changed}); take another folder")
+    if jax.process_index() != 0:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
     if tokenizer is not None:

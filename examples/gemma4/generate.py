@@ -204,6 +204,8 @@ def _run(options: argparse.Namespace) -> int:
     prompts = options.prompt + [f.read_text(encoding="utf-8") for f in options.prompt_file]
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompt-file FILE")
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {options.max_new_tokens}")
     model = load(folder, tensor=options.tensor, dtype=options.compute)
     config = model.config
     tokenizer = load_tokenizer(folder if (folder / "tokenizer.json").exists() else None)

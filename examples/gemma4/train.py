@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from remat_scan import POLICY_NAMES, checkpointed_layer, memory_report
+
 from .attention import KERNELS, Kernel, Sharded
 from .config import FULL, SLIDING, Config, load_config
 from .data import Source, global_batch, load_tokenizer, open_source
@@ -316,8 +318,7 @@ def train(options: Options) -> int:
     start, position = 0, 0
     checkpoints = None
     if options.out is not None:
-        if jax.process_index() == 0:
-            claim(options.out, config, options.tokenizer)
+        claim(options.out, config, options.tokenizer)
         checkpoints = Checkpoints(options.out / "checkpoints", options.keep)
     with contextlib.closing(checkpoints) if checkpoints else contextlib.nullcontext():
         if checkpoints and checkpoints.latest is not None:
@@ -408,7 +409,6 @@ class _Run:
 
 def report(options: Options) -> int:
     """Compiles the step for another machine and prints what it needs there."""
-    from remat_scan import memory_report
     from remat_scan._targets import parse_target
 
     assert options.report is not None
@@ -457,6 +457,7 @@ def _step(
     optimizer: optax.GradientTransformation,
     kernel: str,
 ) -> Step:
+    checkpointed_layer(policy=options.policy)  # a mistake in its name is told at once
     return make_train_step(
         config,
         mesh,
@@ -657,8 +658,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    from remat_scan import POLICY_NAMES
-
     model = parser.add_argument_group("model and data")
     one = model.add_mutually_exclusive_group()
     one.add_argument("--size", choices=SIZES, default="tiny", help="random weights (tiny)")
