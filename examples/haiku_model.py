@@ -2,8 +2,8 @@
 # # A Haiku model
 #
 # `hk.transform_with_state` turns a layer into two pure functions; its `apply` is a layer as it is.
-# Inside a larger transformed function the adapter below lifts the parameters and the state of one layer into
-# the outer ones, so that their names and their tree stay as they are.
+# Inside a larger transformed function the adapter below lifts the parameters and the state of one
+# layer into the outer ones, so that their names and their tree stay as they are.
 
 # %%
 from collections.abc import Callable
