@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
+from ._isolation import LOOP_TAG
 from ._memory import _abstract, _describe
 from ._trace import is_array
 
@@ -28,7 +29,9 @@ COSTLY = frozenset(
 MARKED = re.compile(re.escape(MARK) + r"(\d+)")
 _JAX = next(iter(jax.__path__))
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_LAYER, _TRACE = (os.path.join(_HERE, f"_{n}.py") for n in ("layer", "trace"))
+_LAYER, _TRACE, _ISOLATION = (
+    os.path.join(_HERE, f"_{n}.py") for n in ("layer", "trace", "isolation")
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +86,7 @@ def is_layer(eqn: Any) -> bool:
     """Whether this library's wrapper made the equation."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
-    return next((f.file_name for f in frames(eqn) if not _in(f, _JAX)), "") == _LAYER
+    return _made_by(eqn) == _LAYER
 
 
 def is_checkpoint(eqn: Any) -> bool:
@@ -92,8 +95,21 @@ def is_checkpoint(eqn: Any) -> bool:
 
 def is_ours(eqn: Any) -> bool:
     """Whether this library's own code made the equation, not the user's."""
+    return _made_by(eqn).startswith(_HERE + os.sep + "_")
+
+
+def _is_own_loop(eqn: Any) -> bool:
     at = next((f for f in frames(eqn) if not _in(f, _JAX)), None)
-    return at is not None and _in(at, _HERE)
+    return (
+        at is not None
+        and at.file_name == _ISOLATION
+        and at.function_name.rpartition(".")[2] == "in_loop"
+    )
+
+
+def _made_by(eqn: Any) -> str:
+    """The file of the innermost line that is not JAX's."""
+    return next((f.file_name for f in frames(eqn) if not _in(f, _JAX)), "")
 
 
 def is_barrier(eqn: Any) -> bool:
@@ -134,6 +150,10 @@ def users_line(eqn: Any) -> str:
         if not (_in(f, _JAX) or _in(f, _HERE) or "site-packages" in f.file_name):
             return f"{f.file_name}:{f.line_num}"
     return ""
+
+
+def _tagged(eqn: Any) -> bool:
+    return LOOP_TAG in (getattr(eqn.ctx, "xla_metadata", None) or {})
 
 
 def _is_closed(value: Any) -> bool:
@@ -253,7 +273,11 @@ class _Finder:
         phase = "backward" if backward else "forward"
         if "rematted_computation" in stack:
             phase = "recompute"
-        loops = [e for e, _ in found if e.primitive.name == "scan" and e.params["length"] == 1]
+        once = [e for e, _ in found if e.primitive.name == "scan" and e.params["length"] == 1]
+        # Not one of the user's, which may run once too; its frames are lost when it is traced anew.
+        loops = [e for e in once if _is_own_loop(e)] or (
+            once if any(_tagged(e) for e, _ in found) else []
+        )
         barriers = [e for e in inner.eqns if is_barrier(e)]
         held = {v for e in barriers for v in e.outvars}
         cotangents = [v for v in inner.outvars if not isinstance(v, jex.Literal)]

@@ -6,6 +6,8 @@ control flow, custom differentiation rules, keys, integers, effects, casts, clos
 
 import dataclasses
 import functools as ft
+import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -35,6 +37,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from remat_scan import Policy, checkpointed_layer
+
+trace_module = importlib.import_module("remat_scan._trace")
 
 D, F, T = 8, 6, 4  # 8: divisible over the eight simulated devices
 
@@ -417,6 +421,18 @@ def test_many_threads_trace_at_once():
             x = np.sin(x) + i
         assert results[i][0] == pytest.approx(float(x.sum()), rel=1e-5)
         assert results[i][1] == (ISOLATIONS[i % 4] in ("loop", "both"))
+
+
+def test_the_cache_of_layers_ends_with_them():
+    def kept():
+        jax.clear_caches()
+        gc.collect()
+        return len(trace_module._FLAT_LAYERS)
+
+    before = kept()
+    for i in range(50):
+        checkpointed_layer(lambda x, i=i: x * i)(jnp.ones(2))
+    assert kept() <= before + 1
 
 
 # -- Canaries: switches of JAX that change what is underneath ----------------------------------------

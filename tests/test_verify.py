@@ -108,6 +108,18 @@ def test_checkpointed_segments_of_checkpointed_layers():
     assert verdict.ok, verdict
 
 
+@pytest.mark.parametrize("isolation", ["barrier", "both"])
+def test_a_loop_of_the_users_own_that_runs_once(isolation):
+    """Such as blockwise attention over a single block: compilers may inline it."""
+
+    def layer(w, x):
+        return mlp(w, jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=1)[0])
+
+    verdict = verify(*stack([checkpointed_layer(layer, isolation=isolation)] * 2), layers=2)
+    assert {r.isolation for r in verdict.layers} == {isolation}
+    assert verdict.ok or not KEEPS_BARRIERS, verdict
+
+
 def test_arguments_are_those_of_the_report():
     step, ws, x = stack([checkpointed_layer(mlp)] * 2)
     jitted = jax.jit(lambda ws, x, *, scale: jax.tree.map(lambda g: scale * g, step(ws, x)[0]),
