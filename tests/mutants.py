@@ -38,7 +38,7 @@ TRACING = ("tests/test_layer.py", "-k", "alike or alive or rebound or nothing_wr
 VERIFY = ("tests/test_verify.py", "-k", "not alarm and not other_compilers")
 TRACED = ("tests/test_verify.py", "-k", "traced")
 RESIDUALS = ("tests/test_residuals.py",)
-MEMORY = ("tests/test_memory.py", "-m", "not slow and not aot")
+MEMORY = ("tests/test_testing.py", "-k", "donated")
 
 ISOLATION, WRAP, TRACE = "_isolation.py", "_layer.py", "_trace.py"
 OFFLOAD, POLICY = "_offload.py", "_policies.py"
@@ -120,7 +120,7 @@ MUTATIONS = (
     Mutation("patterns match nothing", POLICY, "if any(_is_pattern(n) and fnmatch", "if any(False and fnmatch",
              POLICIES),
     Mutation("offload means save", POLICY, '"offload": to_host', '"offload": Saveable',
-             ("tests/test_policies.py", "tests/test_residuals.py")),
+             RESIDUALS),
     Mutation("dots are recomputed", POLICY, 'if policy.unnamed == "dots":\n                return Saveable',
              'if policy.unnamed == "dots":\n                return Recompute', POLICIES),
     Mutation("minimal forgets a tensor", POLICY, '_MINIMAL = (*_QKV, "out_proj", *_MLP_IN, "mlpwo")',

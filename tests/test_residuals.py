@@ -56,7 +56,7 @@ def test_full_keeps_inputs_and_recomputes_the_rest(isolation):
     assert found.total("offloaded") == 0
 
 
-@pytest.mark.parametrize("isolation", ["loop", "barrier"])
+@pytest.mark.parametrize("isolation", ["loop", "barrier", "none"])
 def test_names(isolation):
     saved = residuals(*stack(checkpointed_layer(policy="minimal", isolation=isolation)))
     assert only(saved, layer="1 mlp", what="saved") == {"(input)": STREAM, "mlpwi": WIDE}

@@ -36,6 +36,12 @@ def test_assert_peak_below():
     assert "Alive at the peak" in str(caught.value)
 
 
+def test_a_donated_argument_counts_once():
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    report = assert_peak_below(step, SMALL, bytes=64 * 64 * 4 * 1.5)
+    assert report.aliased == 64 * 64 * 4
+
+
 def test_assert_peak_below_passes_options_on():
     with pytest.raises(AssertionError, match=r"^needs"):
         assert_peak_below(lambda x, *, n: jnp.zeros(n) + x, 1.0, n=1000, target="cpu:2", bytes=4000)
