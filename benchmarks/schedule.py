@@ -6,6 +6,7 @@ position in the schedule, with the bodies of loops unrolled into it.
 """
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: plugins must not look for hardware
 
 from remat_scan import MissingPluginError, memory_report
-from remat_scan._hlo import _CALLED, Module, _Block, _blocks, _Instruction
+from remat_scan._hlo import _CALLED, Module, _Block, _blocks, _Instruction, opcode_counts
 from remat_scan._targets import check_installed, parse_target, versions
 
 from .results import commit, save
@@ -118,9 +119,12 @@ def _mapped(value: Any, real: Any) -> Any:
 def _kind(block: _Block, stack: Stack) -> str:
     if block.is_argument:
         return "arguments"
-    if block.shape.endswith(f"{stack.length},{stack.hidden}]"):
+    dims = block.shape.partition("[")[2].rstrip("]").split(",")  # GPU programs flatten some of them
+    size = math.prod(int(d) for d in dims if d)
+    tokens = stack.batch * stack.length
+    if size == tokens * stack.hidden:
         return "wide activations"
-    if block.shape.endswith(f"{stack.length},{stack.width}]"):
+    if size == tokens * stack.width:
         return "layer inputs"
     return "weights and gradients"
 
@@ -154,6 +158,11 @@ def timeline(text: str, stack: Stack) -> dict[str, Any]:
     }
 
 
+def _reduce_scatters(text: str) -> int:
+    counts = opcode_counts(text)
+    return counts["reduce-scatter"] + counts["reduce-scatter-start"]
+
+
 def _thinned(series: list[int], totals: list[int]) -> list[int]:
     """At most `POINTS` of the series: in each stretch the step at which most is alive in all."""
     stretch = max(1, -(-len(series) // POINTS))
@@ -185,6 +194,7 @@ def main() -> int:
                 "layers": STACK.layers,
                 "peak_bytes": report.peak,
                 "host_bytes": report.host,
+                "reduce_scatters": _reduce_scatters(report.hlo),
                 **found,
                 "report": json.loads(report.to_json().replace(root, "")),
                 **versions(where),

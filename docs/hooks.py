@@ -81,6 +81,7 @@ def _examples(_: str) -> str:
 _FILL = {
     "peak": _peak,
     "alive": lambda way: gib(_alive_row(way)["peak_bytes"]),
+    "scatters": lambda way: str(_alive_row(way)["reduce_scatters"]),
     "found": lambda way: gib(_alive_row(way)["peak_found_bytes"]),
     "report": _report,
     "table": _table,
@@ -164,7 +165,7 @@ def _alive(plt: Any) -> Any:
         at = [100 * i / (len(alive["arguments"]) - 1) for i in range(len(alive["arguments"]))]
         ax.stackplot(at, *alive.values(), labels=list(alive), linewidth=0)
         ax.set(title=row["configuration"], ylabel="GiB alive", xlim=(0, 100))
-    panels[0][0].legend(loc="upper left", fontsize=9)
+    panels[0][0].legend(loc="upper right", fontsize=9)
     panels[-1][0].set_xlabel("position in the schedule, %")
     return figure
 
