@@ -36,9 +36,13 @@ OLDEST, NEWEST = PYTHONS[0], PYTHONS[-1]
     ],
 )
 def tests(session: nox.Session, jax: str, compilers: str) -> None:
-    """The suite, on the newest and on the oldest Python and jax that this machine can have."""
+    """The suite, on the newest and on the oldest Python and jax that this machine can have.
+
+    Without the slow tests: `nox -s tests -- -m slow` runs those.
+    """
     session.install("-e", f".[{compilers},examples]", jax, *group("test"))
-    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+    chosen = session.posargs or ["-m", "not slow"]
+    session.run("python", "-m", "pytest", "-n", "2", *chosen)
 
 
 @nox.session(python=NEWEST)
