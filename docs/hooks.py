@@ -165,7 +165,7 @@ def _alive(plt: Any) -> Any:
         at = [100 * i / (len(alive["arguments"]) - 1) for i in range(len(alive["arguments"]))]
         ax.stackplot(at, *alive.values(), labels=list(alive), linewidth=0)
         ax.set(title=row["configuration"], ylabel="GiB alive", xlim=(0, 100))
-    panels[0][0].legend(loc="upper right", fontsize=9)
+    panels[1][0].legend(loc="upper left", fontsize=9, ncols=2)
     panels[-1][0].set_xlabel("position in the schedule, %")
     return figure
 
