@@ -74,7 +74,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def start(*argv: str) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env["PYTHONPATH"] = str(ROOT)
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "examples.gemma4.train", *argv]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)

@@ -85,11 +85,6 @@ def _named(tree: Any) -> Arrays:
 # -- The folder of a run -----------------------------------------------------------------------------
 
 
-def is_run(folder: str | Path) -> bool:
-    """Whether the folder is one that training has written."""
-    return (Path(folder) / "checkpoints").is_dir()
-
-
 def claim(folder: Path, config: Config, tokenizer: Path | None) -> None:
     """Writes what a checkpoint needs to be used later: the config and the tokenizer. With several
     processes the first one writes.

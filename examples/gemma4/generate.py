@@ -153,9 +153,7 @@ def load(folder: Path, *, tensor: int = 1, dtype: DTypeLike | None = None) -> Ge
     - `tensor`: how many devices each layer is split over.
     - `dtype`: of the weights; as they are stored by default.
     """
-    from .checkpoints import Checkpoints, is_run
-
-    config, run = load_config(folder), is_run(folder)
+    config, run = load_config(folder), (folder / "checkpoints").is_dir()
     if not run and tensor == 1 and dtype is None:
         return load_weights(folder)
     shapes = abstract(config, dtype or jnp.float32)
@@ -167,6 +165,8 @@ def load(folder: Path, *, tensor: int = 1, dtype: DTypeLike | None = None) -> Ge
     )
     if not run:
         return load_weights(folder, model)
+    from .checkpoints import Checkpoints  # Orbax is needed for training runs only
+
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         return checkpoints.restore({"model": model}).items["model"]
 
