@@ -70,7 +70,7 @@ variables = ours.init({"params": jax.random.key(0), "dropout": jax.random.key(2)
 plain_variables = plain.init({"params": jax.random.key(0), "dropout": jax.random.key(2)}, x)
 assert jax.tree.structure(variables) == jax.tree.structure(plain_variables)
 
-evaluated = [
+evaluated: list[Any] = [
     Model(checkpoint=checkpoint, train=False).apply(variables, x) for checkpoint in (True, False)
 ]
 assert jnp.allclose(*evaluated, atol=1e-5)
