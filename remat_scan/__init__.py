@@ -1,5 +1,8 @@
 """remat_scan makes ``jax.checkpoint`` keep its promise: one layer's working set alive at a time."""
 
+from ._blocks import (
+    blockwise as blockwise,
+)
 from ._compile import CompilerError as CompilerError
 from ._layer import (
     checkpointed_layer as checkpointed_layer,
