@@ -52,6 +52,16 @@ def depth(options: argparse.Namespace) -> None:
             _row("depth", f"{layers} layers", "h100:8", way, Stack(layers), options)
 
 
+def headline(options: argparse.Namespace) -> None:
+    """One training step of all of Gemma-4 E2B, 8192 x 1 tokens a device; minutes for each row."""
+    from .gemma import E2B_8192, KERNELS, program
+
+    for target, kernel in KERNELS.items():
+        for way in ("none", "loop", "barrier"):
+            key = {"case": E2B_8192, "target": target, "configuration": way}
+            _measured("headline", key, lambda w=way, k=kernel: program(w, k), options)
+
+
 def overhead(options: argparse.Namespace) -> None:
     """Tracing, compiling and running 24 layers on the CPU of this machine, in one run."""
     layers, width, hidden = 24, 128, 512
@@ -107,6 +117,17 @@ def overhead(options: argparse.Namespace) -> None:
 def _row(
     name: str, case: str, target: str, way: str, stack: Stack, options: argparse.Namespace
 ) -> None:
+    key = {"case": case, "target": target, "configuration": way, "layers": stack.layers}
+    _measured(name, key, lambda: stack.program(way), options)
+
+
+def _measured(
+    name: str,
+    key: dict[str, Any],
+    program: Callable[[], tuple[Any, ...]],
+    options: argparse.Namespace,
+) -> None:
+    case, target, way = key["case"], key["target"], key["configuration"]
     for wanted, given in ((options.only, case), (options.target, target), (options.way, way)):
         if wanted and wanted != given:
             return
@@ -116,11 +137,10 @@ def _row(
     except MissingPluginError as missing:
         print(missing, file=sys.stderr)
         return
-    key = {"case": case, "target": target, "configuration": way, "layers": stack.layers}
 
     def make() -> Any:
         print(f"compiling {name}: {case}, {target}, {way} …", flush=True)
-        step, *args = stack.program(way)
+        step, *args = program()
         return memory_report(step, *args, target=target)
 
     row = measure(name, key, versions(where), make, options.again)
@@ -205,11 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (isolation, depth, overhead, tables):
+    for run in (isolation, depth, headline, overhead, tables):
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.add_argument("--only", metavar="CASE", help="one case")
         command.add_argument("--target", metavar="T", help="one target")
-        command.add_argument("--way", metavar="W", help=f"one of {', '.join(WAYS)}")
+        command.add_argument(
+            "--way", "--configuration", metavar="W", help=f"for example {', '.join(WAYS)}"
+        )
         command.add_argument("--again", action="store_true", help="also rows that are there")
         command.add_argument("--rounds", type=int, default=5, help="of overhead (5)")
         command.set_defaults(run=run)
