@@ -15,7 +15,15 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: plugins must not look for hardware
 
 from remat_scan import MissingPluginError, memory_report
-from remat_scan._hlo import _CALLED, Module, _Block, _blocks, _Instruction, opcode_counts
+from remat_scan._hlo import (
+    _CALLED,
+    Module,
+    _Block,
+    _blocks,
+    _Instruction,
+    opcode_counts,
+    write_over,
+)
 from remat_scan._targets import check_installed, parse_target, versions
 
 from .results import commit, save
@@ -37,7 +45,7 @@ class _Timeline:
         self.steps = 0
         self.begin: dict[_Block, int] = {}
         self.end: dict[_Block, int] = {}
-        self._elementwise: list[tuple[int, list[_Block], list[_Block]]] = []
+        self._reads: list[tuple[_Instruction, int, list[_Block], list[_Block]]] = []
         entry = self._module._entry
         values = self._walk(entry, None)
         instructions = self._module._computations[entry]
@@ -47,7 +55,8 @@ class _Timeline:
         for block in self.begin:
             if block.is_argument:
                 self.end[block] = self.steps
-        self._reuse()
+        for instruction, step, made, read in self._reads:
+            write_over(instruction, step, made, read, self.end)
 
     def _walk(self, computation: str, arguments: list[Any] | None) -> dict[str, Any]:
         """Runs through one computation; `arguments` are the values that its caller hands in."""
@@ -81,22 +90,11 @@ class _Timeline:
             for operand in instruction.operands:
                 for block in _blocks(values.get(operand)):
                     self.end[real(block)] = self.steps
-            if instruction.opcode == "fusion" and "kind=kLoop" in instruction.rest:
-                made = [real(b) for b in starts.get(step, ()) if b is real(b)]
-                read = [real(b) for o in instruction.operands for b in _blocks(values.get(o))]
-                self._elementwise.append((self.steps, made, read))
+            made = [real(b) for b in starts.get(step, ()) if b is real(b)]
+            read = [real(b) for o in instruction.operands for b in _blocks(values.get(o))]
+            self._reads.append((instruction, self.steps, made, read))
             self.steps += instruction.opcode not in _NO_WORK
         return values
-
-    def _reuse(self) -> None:
-        """An elementwise fusion writes over an operand of the same size that nobody reads later."""
-        for step, made, read in self._elementwise:
-            dying = [b for b in dict.fromkeys(read) if self.end[b] == step and not b.is_argument]
-            for block in made:
-                over = next((b for b in dying if b.size == block.size), None)
-                if over is not None:
-                    dying.remove(over)
-                    self.end[over] = step - 1
 
     def _enter(self, instruction: _Instruction, values: dict[str, Any], real: Any) -> None:
         for name in _called(instruction):

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _BITS = {
@@ -140,6 +140,11 @@ class Module:
             if block not in same:
                 starts.setdefault(step, []).append(block)
                 last.setdefault(block, step)
+        for step, instruction in enumerate(instructions):
+            operands = [
+                same.get(b, b) for o in instruction.operands for b in _blocks(values.get(o))
+            ]
+            write_over(instruction, step, starts.get(step, ()), operands, last)
         ends: dict[int, list[_Block]] = {}
         for block, step in last.items():
             ends.setdefault(len(instructions) if block.is_argument else step, []).append(block)
@@ -285,6 +290,25 @@ class _Frames:
                 return here
             frame = parent
         return first
+
+
+def write_over(
+    ins: _Instruction,
+    step: int,
+    made: Iterable[_Block],
+    read: Iterable[_Block],
+    last: dict[_Block, int],
+) -> None:
+    """An elementwise fusion writes over an operand of the same size that nobody reads later: `last`,
+    the steps at which blocks are read for the last time, then ends one step earlier for it."""
+    if ins.opcode != "fusion" or "kind=kLoop" not in ins.rest:
+        return
+    dying = [b for b in dict.fromkeys(read) if last.get(b) == step and not b.is_argument]
+    for block in made:
+        over = next((b for b in dying if b.size == block.size), None)
+        if over is not None:
+            dying.remove(over)
+            last[over] = step - 1
 
 
 class _Started:

@@ -62,6 +62,18 @@ def test_what_is_read_late_stays_alive():
     assert peak(text) == 4 * MIB
 
 
+@pytest.mark.parametrize(("kind", "mebibytes"), [("kLoop", 3), ("kInput", 4)])
+def test_an_elementwise_fusion_writes_over_an_operand_that_dies(kind, mebibytes):
+    text = program(
+        f"""  %p = {M} parameter(0)
+  %a = {M} negate(%p)
+  %b = {M} negate(%p)
+  %c = {M} fusion(%a, %b), kind={kind}, calls=%f
+  ROOT %d = {M} fusion(%c, %p), kind={kind}, calls=%f"""
+    )
+    assert peak(text) == mebibytes * MIB
+
+
 def test_views_and_donated_arguments_cost_nothing():
     text = program(
         f"""  %p = {M} parameter(0)
