@@ -16,11 +16,14 @@ DATA = Path(__file__).parent / "data" / "gemma4"
 
 
 @ft.cache
-def small() -> tuple[Any, jax.Array]:
+def small(
+    kinds: tuple[str, ...] = (FULL, SLIDING, SLIDING, FULL),
+    readers: int = 2,
+    shape: tuple[int, int] = (2, 7),
+) -> tuple[Any, jax.Array]:
     """A donor and a reader of each kind, and a batch of ids."""
     config = load_config(DATA / "tiny_e2b")
-    kinds = (FULL, SLIDING, SLIDING, FULL)
-    config = dataclasses.replace(config, layer_types=kinds, num_kv_shared_layers=2)
+    config = dataclasses.replace(config, layer_types=kinds, num_kv_shared_layers=readers)
     rng = np.random.default_rng(0)
 
     def random(x):
@@ -30,4 +33,4 @@ def small() -> tuple[Any, jax.Array]:
         return jnp.asarray(value, jnp.float32)
 
     model = jax.tree.map(random, weights.abstract(config))
-    return model, jnp.asarray(rng.integers(3, config.vocab_size, (2, 7)))
+    return model, jnp.asarray(rng.integers(3, config.vocab_size, shape))

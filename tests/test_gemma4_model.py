@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("safetensors")
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,8 @@ from examples.gemma4.config import FULL, SLIDING, Config, load_config
 from examples.gemma4.layers import gelu, rope
 from examples.gemma4.loss import next_token_loss
 from examples.gemma4.model import Gemma4
-from remat_scan import POLICY_NAMES
+from examples.gemma4.rows import Rows
+from remat_scan import POLICY_NAMES, stack_layers, unstack_layers
 
 MODELS = ("tiny_e2b", "tiny_e4b")
 # Two float32 programs that sum in other orders: the references differ from float64 by 3e-5.
@@ -153,13 +155,20 @@ def test_packed_documents_are_as_if_alone():
 
 
 def test_keys_and_values_cross_the_checkpoint_boundary():
-    """A donor's are a result of its layer, a reader's an argument; others hand out nothing."""
-    config = load_config(DATA / "tiny_e2b")
-    assert config.donors == {SLIDING: 4, FULL: 3}
-    model, _ = case("tiny_e2b")
-    for i, layer in enumerate(model.layers):
-        assert layer.donates == (i in (3, 4))
-        assert (layer.self_attn.k_proj is None) == (i >= 5)
+    """They are a result of the layer that makes them, and an argument of a reader."""
+    model, ids = small((SLIDING, FULL) * 3, readers=2)
+    assert model.config.donors == {SLIDING: 2, FULL: 3}
+    h = model.embed(ids)
+    ple = model.per_layer_inputs(ids, h)
+    positions = jnp.zeros(ids.shape, int)
+    made = {}
+    for i, (layer, kind) in enumerate(zip(model.layers, model.config.layer_types, strict=True)):
+        assert layer.reads == (i >= 4)
+        if layer.reads:
+            h = layer(h, ple[:, :, i], positions, Mask(), shared=made[kind])
+        else:
+            h, made[kind] = layer(h, ple[:, :, i], positions, Mask())
+    np.testing.assert_allclose(model.norm(h), model.hidden(ids, positions=positions), atol=LOGITS)
 
 
 def inner_jaxprs(params):
@@ -171,27 +180,32 @@ def inner_jaxprs(params):
 # -- Policies and isolations -------------------------------------------------------------------------
 
 
+def loss_and_gradients(model, ids, **options):
+    """The gradients by name; those of stacked layers one by one."""
+    step = jax.jit(jax.value_and_grad(lambda m: next_token_loss(m, ids, **options).total))
+    value, grads = step(model)
+    grads = eqx.tree_at(lambda m: m.layers, grads, tuple(unstack_layers(grads.layers)))
+    return value, dict(zip(weights.stored_names(grads), jax.tree.leaves(grads), strict=True))
+
+
 @ft.cache
-def loss_and_gradients(policy, isolation):
-    model, ids = small()
-
-    def loss(model):
-        return next_token_loss(model, ids, policy=policy, isolation=isolation).total
-
-    value, grads = jax.jit(jax.value_and_grad(loss))(model)
-    return value, dict(zip(weights.stored_names(model), jax.tree.leaves(grads), strict=True))
+def whole():
+    return loss_and_gradients(*small(), policy="none", isolation="none")
 
 
 def agrees(policy, isolation):
-    value, grads = loss_and_gradients(policy, isolation)
-    want, want_grads = loss_and_gradients("none", "none")
+    same(loss_and_gradients(*small(), policy=policy, isolation=isolation), whole())
+
+
+def same(got, wanted, tolerance=2e-5):
+    (value, grads), (want, want_grads) = got, wanted
     # Equal but for how XLA fuses: a few roundings of a mean of order 1.
     np.testing.assert_allclose(value, want, rtol=5e-7)
     for key, x in grads.items():
         # The scalars' gradients are sums of large numbers of both signs.
         alike = want_grads if key.endswith("layer_scalar") else [key]
         scale = max(np.abs(want_grads[k]).max() for k in alike if k[-9:] == key[-9:])
-        np.testing.assert_allclose(x, want_grads[key], rtol=0, atol=2e-5 * scale, err_msg=key)
+        np.testing.assert_allclose(x, want_grads[key], rtol=0, atol=tolerance * scale, err_msg=key)
 
 
 # Policies that keep different tensors, each under another isolation, and every isolation under full.
@@ -228,8 +242,9 @@ def test_a_policy_per_layer():
 
     mixed = ["full", "none", "full", "full"]
     assert kept("full") < kept(mixed) < kept(["none"] * 4) == kept("none")
-    with pytest.raises(ValueError, match="3 policies for 4 layers"):
+    with pytest.raises(ValueError, match="3 given for 4 layers"):
         model(ids, policy=mixed[1:])
+    assert kept({SLIDING: "full", FULL: "none"}) < kept("none")
 
 
 def test_full_runs_each_layer_twice():
@@ -251,6 +266,30 @@ def test_full_runs_each_layer_twice():
     layers = products(lambda m: m.hidden(ids, policy="none", isolation="none"), model) - around
     assert layers == 4 * 9 + 2 * 2  # nine in every layer; k and v in the first two
     assert products(gradient("full"), model) - products(gradient("none"), model) == layers
+
+
+# -- Rows and periods --------------------------------------------------------------------------------
+
+
+def test_some_rows_at_a_time():
+    """Blocks of rows, each layer making its own input, are the same model: padding and segments too."""
+    model, ids = small(shape=(4, 10))
+    valid = jnp.arange(10) < jnp.asarray([[10], [7], [4], [9]])
+    segments = jnp.arange(10) // jnp.asarray([[3], [4], [5], [9]])
+    gradients = ft.partial(loss_and_gradients, model, ids, valid=valid, segments=segments)
+    wanted = gradients(policy="none", isolation="none")
+    for size, isolation in ((None, "loop"), (1, "loop"), (3, "barrier")):
+        same(gradients(rows=Rows(size), isolation=isolation), wanted)
+
+
+def test_stacked_layers():
+    """The layers as periods, found by themselves: those that make K/V, and those that read them."""
+    model, ids = small((SLIDING, FULL) * 4, readers=4)
+    stack = tuple(stack_layers(model.layers))
+    assert [(len(s.period), s.repeats) for s in stack] == [(2, 2), (2, 2)]
+    stacked = eqx.tree_at(lambda m: m.layers, model, stack)
+    wanted = loss_and_gradients(model, ids, policy="none", isolation="none")
+    same(loss_and_gradients(stacked, ids), wanted, tolerance=1e-4)  # twice as many layers
 
 
 # -- Parts --------------------------------------------------------------------------------------------

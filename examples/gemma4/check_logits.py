@@ -156,18 +156,18 @@ def intermediates(
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
     h = taken["inputs_embeds"] = model.embed(ids)
     ple = taken["ple"] = model.per_layer_inputs(ids, h)
-    given: dict[int, KV] = {}
-    for i, layer in enumerate(model.layers):
+    made: dict[str, KV] = {}
+    for i, (layer, kind) in enumerate(zip(model.layers, model.config.layer_types, strict=True)):
         layer = eqx.tree_at(
             lambda layer: (layer.self_attn.o_proj, layer.mlp),
             layer,
             (tapped(layer.self_attn.o_proj, f"attn_out.{i}"), tapped(layer.mlp, f"mlp_out.{i}")),
         )
-        donor = model.config.donor(i)
-        shared = None if donor is None else given[donor]
-        h, kv = layer(h, ple[:, :, i], shared, positions, Mask(), kernel)
-        if kv is not None:
-            given[i] = kv
+        shared = made[kind] if layer.reads else None
+        out = layer(h, ple[:, :, i], positions, Mask(), kernel, shared=shared)
+        h = out if layer.reads else out[0]
+        if not layer.reads:
+            made[kind] = out[1]
         taken[f"layer_out.{i}"] = h
     taken["final_norm_out"] = model.norm(h)
     return taken

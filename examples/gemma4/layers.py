@@ -189,9 +189,9 @@ class MLP(eqx.Module):
 class Layer(eqx.Module):
     """One decoder layer, its keys and values included.
 
-    A donor hands out its keys and values as a second result; a reader gets them as an argument.
-    Both cross the layer's checkpoint boundary as plain inputs and outputs, so they are kept for the
-    backward pass once, at the donor, and gradients flow from all readers back into it.
+    A layer that makes keys and values hands them out as a second result; a reader gets those of its
+    donor. They cross the layer's checkpoint boundary as plain inputs and outputs, so they are kept for
+    the backward pass once, at the donor, and gradients flow from all readers back into it.
 
     With `norm` for five norms, each of its own weight, and `ple` this layer's slice of the per-layer
     embeddings:
@@ -214,7 +214,6 @@ class Layer(eqx.Module):
     per_layer_projection: Linear
     post_per_layer_input_norm: RMSNorm
     layer_scalar: Float[Array, "1"]
-    donates: bool = eqx.field(static=True)
 
     def __init__(self, config: Config, layer: int, key: PRNGKeyArray):
         ka, km, kg, kp = jax.random.split(key, 4)
@@ -229,29 +228,35 @@ class Layer(eqx.Module):
         self.per_layer_projection = Linear(P, d, kp)
         self.post_per_layer_input_norm = RMSNorm(d, eps)
         self.layer_scalar = jnp.ones(1)
-        self.donates = layer in config.donors.values()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it attends to another layer's keys and values."""
+        return self.self_attn.k_proj is None
 
     def __call__(
         self,
         h: Tokens,
         ple: Float[Array, "B T P"],
-        shared: KV | None,
         positions: Int[Array, "B T"],
         mask: Mask,
         kernel: Kernel = "auto",
-    ) -> tuple[Tokens, KV | None]:
+        *,
+        shared: KV | None = None,
+    ) -> Tokens | tuple[Tokens, KV]:
         """**Arguments:**
 
         - `h`, `ple`: the stream and this layer's slice of the per-layer embeddings.
-        - `shared`: the donor's keys and values for a reader, else `None`.
         - `positions`: for RoPE.
         - `mask`: padding and segments; the layer adds its own window.
+        - `shared`: for a reader, its donor's keys and values.
 
-        **Returns:** the stream, and the keys and values if this layer is a donor.
+        **Returns:** the stream and, if it is no reader, this layer's keys and values.
         """
         h = checkpoint_name(h, "decoder_layer_input")
         out, kv = self.attend(h, shared, positions, mask, kernel)
-        return self.tail(h, out, ple), kv if self.donates else None
+        h = self.tail(h, out, ple)
+        return h if self.reads else (h, kv)
 
     def attend(
         self,

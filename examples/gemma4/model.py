@@ -4,7 +4,6 @@ The formulas are those of `Gemma4ForCausalLM` in Hugging Face transformers 5.24,
 tests compare with; where an idea was published, its docstring names the paper.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from remat_scan import checkpointed_layer
+from remat_scan import Stacked, StackLayer, run_stack
 
 from .attention import Kernel, Mask
 from .config import Config
-from .layers import KV, Embedding, Layer, Linear, RMSNorm, Tokens
+from .layers import Embedding, Layer, Linear, RMSNorm, Tokens
+from .rows import InRows, PerLayerInput, Rows
 
 
 class Gemma4(eqx.Module):
@@ -24,13 +24,14 @@ class Gemma4(eqx.Module):
 
     `model(ids)` is the whole forward pass; `hidden` stops before the vocabulary, for a loss that
     never holds all logits. `embed`, `per_layer_inputs` and `head` are the pieces around the layers.
+    `layers` may be `remat_scan.stack_layers(layers)`, for a program that compiles faster.
     """
 
     embed_tokens: Embedding
     embed_tokens_per_layer: Embedding
     per_layer_model_projection: Linear
     per_layer_projection_norm: RMSNorm
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | Stacked, ...]
     norm: RMSNorm
     config: Config = eqx.field(static=True)
 
@@ -62,6 +63,7 @@ class Gemma4(eqx.Module):
         policy: Any = "full",
         isolation: Literal["loop", "barrier", "both", "none"] = "loop",
         kernel: Kernel = "auto",
+        rows: Rows | None = None,
     ) -> Tokens:
         """The stream after the last norm.
 
@@ -71,24 +73,45 @@ class Gemma4(eqx.Module):
         - `positions`: for RoPE; `0, 1, 2, ...` in every row by default.
         - `segments`: packed documents, an id per token; tokens see their own document only.
         - `dtype`: what to compute in; the embedding table's by default.
-        - `policy`, `isolation`: for `remat_scan.checkpointed_layer`, around each layer. A list of
-            policies gives each layer its own.
+        - `policy`, `isolation`: for `remat_scan.run_stack`: for all layers, a list with one for each,
+            or by patterns on their names, `sliding_attention` and `full_attention`.
         - `kernel`: see `attention`.
+        - `rows`: for large batches: how many rows a layer runs at a time.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        mask = Mask(valid=valid, segments=segments)
         h = self.embed(ids, dtype)
-        ple = self.per_layer_inputs(ids, h)
-        given: dict[int, KV] = {}
-        for i, (layer, keep) in enumerate(zip(self.layers, self._policies(policy), strict=True)):
-            run = checkpointed_layer(layer, policy=keep, isolation=isolation)
-            donor = self.config.donor(i)
-            shared = None if donor is None else given[donor]
-            h, kv = run(h, ple[:, :, i], shared, positions, mask, kernel=kernel)
-            if kv is not None:
-                given[i] = kv
+        args = (positions, Mask(valid=valid, segments=segments), kernel)
+        if rows is None:
+            own = list(jnp.unstack(self.per_layer_inputs(ids, h), axis=2))
+        else:
+            own = self._per_layer_input.each(self.config.num_layers)
+            args = (ids, h, *args)
+        options = {"policy": policy, "isolation": isolation}
+        h = run_stack(self._stack(rows), h, *args, per_layer=own, **options).x
         return self.norm(h)
+
+    def _stack(self, rows: Rows | None) -> list[StackLayer | Stacked]:
+        """The layers, and who reads whose keys and values: those of the last layer of the same type
+        that made some."""
+
+        def declared(layer: Layer, kind: str) -> StackLayer:
+            fn = layer if rows is None else InRows(layer, rows)
+            if layer.reads:
+                return StackLayer(fn, reads={"shared": kind}, name=kind)
+            return StackLayer(fn, writes=kind, name=kind)
+
+        stack: list[StackLayer | Stacked] = []
+        kinds = iter(self.config.layer_types)
+        for item in self.layers:
+            if isinstance(item, Stacked):
+                period = [declared(*pair) for pair in zip(item.period, kinds, strict=False)]
+                stack.append(Stacked(period, item.repeats))
+                for _ in range(len(period) * (item.repeats - 1)):
+                    next(kinds)
+            else:
+                stack.append(declared(item, next(kinds)))
+        return stack
 
     def embed(self, ids: Int[Array, "B T"], dtype: DTypeLike | None = None) -> Tokens:
         """The scaled token embeddings, where the stream starts."""
@@ -96,18 +119,16 @@ class Gemma4(eqx.Module):
         return self.embed_tokens(ids, self.config.hidden_size**0.5, dtype)
 
     def per_layer_inputs(self, ids: Int[Array, "B T"], h: Tokens) -> Float[Array, "B T L P"]:
-        """What each layer adds of its own: a lookup by id plus a projection of the embeddings.
+        """What each layer adds of its own, given the ids and their scaled embeddings."""
+        return self._per_layer_input(ids, h)
 
-        Per-layer embeddings come from Gemma 3n. With `E` the second table, `W` the projection and
-        `h` the scaled embeddings: `(norm(W h / sqrt(d)) + sqrt(P) E[ids]) / sqrt(2)`, cut into one
-        slice of size P for each layer.
-        """
-        P = self.config.hidden_size_per_layer_input
-        shape = (*ids.shape, self.config.num_layers, P)
-        lookup = self.embed_tokens_per_layer(ids, P**0.5, h.dtype).reshape(shape)
-        context = self.per_layer_model_projection(h) * self.config.hidden_size**-0.5
-        context = self.per_layer_projection_norm(context.reshape(shape))
-        return (context + lookup) * 2**-0.5
+    @property
+    def _per_layer_input(self) -> PerLayerInput:
+        return PerLayerInput(
+            self.embed_tokens_per_layer,
+            self.per_layer_model_projection,
+            self.per_layer_projection_norm,
+        )
 
     def head(self, h: Float[Array, "*n d"]) -> Float[Array, "*n V"]:
         """Logits of a normed stream, softcapped, in float32. The head is the embedding table (Press
@@ -115,13 +136,6 @@ class Gemma4(eqx.Module):
         table = self.embed_tokens.weight.astype(h.dtype)
         logits = jnp.einsum("...d,vd->...v", h, table, preferred_element_type=jnp.float32)
         return softcap(logits, self.config.final_logit_softcapping)
-
-    def _policies(self, policy: Any) -> Sequence[Any]:
-        if not isinstance(policy, list | tuple):
-            return [policy] * len(self.layers)
-        if len(policy) != len(self.layers):
-            raise ValueError(f"{len(policy)} policies for {len(self.layers)} layers")
-        return policy
 
 
 def softcap(logits: Float[Array, "*n"], cap: float | None) -> Float[Array, "*n"]:

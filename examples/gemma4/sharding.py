@@ -9,17 +9,20 @@ Everything here also works on an abstract mesh, for programs that are only compi
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from .config import Config
-from .layers import Embedding
+from .layers import Embedding, Layer
 from .model import Gemma4
+from .rows import Rows
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -43,6 +46,8 @@ _TENSOR_DIMENSION = {
     "embed_tokens": 0,
     "embed_tokens_per_layer": 0,
 }
+# Cut by `fsdp` along the same dimension: each layer reads a few columns of every row.
+_ALSO_BY_FSDP = ("embed_tokens_per_layer",)
 
 
 def make_mesh(
@@ -122,7 +127,8 @@ def _spec(
     """Matrices are cut by `tensor` as the table says, and by `fsdp` along the other dimension.
 
     Where the size of an axis does not divide the one, `fsdp` takes the other dimension; where that
-    does not go either, the axis leaves the matrix whole. Vectors are too small to be worth a
+    does not go either, the axis leaves the matrix whole. Tables that are cut by words alone take the
+    words first. Vectors are too small to be worth a
     collective, so every device has them.
     """
     if len(shape) < 2:
@@ -136,7 +142,7 @@ def _spec(
         parts[cut].append("tensor")
         sizes[cut] //= tensor
     others = [i for i in range(len(shape)) if i != cut]
-    for i in (*others, cut):
+    for i in (cut, *others) if name in _ALSO_BY_FSDP else (*others, cut):
         if fsdp > 1 and sizes[i] % fsdp == 0:
             parts[i].append("fsdp")
             break
@@ -158,21 +164,48 @@ def _units(name: str, size: int, config: Config) -> int:
 def on_mesh(model: Gemma4, mesh: AnyMesh) -> Gemma4:
     """The same model, computing with its activations split over the batch.
 
-    Its tables are looked up where their columns lie, and what was found goes to the batch row that
-    asked for it: the tables, most of the model's weights, are never gathered. In the backward pass
-    the same happens in the other direction.
+    Its tables, most of the model's weights, are never gathered: they are looked up where they lie,
+    and what was found goes to the batch row that asked for it. In the backward pass the same happens
+    in the other direction.
     """
     if math.prod(mesh.shape.values()) == 1:
         return model
-    tables = (model.embed_tokens, model.embed_tokens_per_layer)
+    words, own = model.embed_tokens, model.embed_tokens_per_layer
+    by_words = own.weight.shape[0] % (mesh.shape["tensor"] * mesh.shape["fsdp"]) == 0
     return eqx.tree_at(
         lambda m: (m.embed_tokens, m.embed_tokens_per_layer),
         model,
-        tuple(_ShardedEmbedding(table, mesh) for table in tables),
+        (
+            _SplitColumns(words, mesh),
+            _SplitWords(own, mesh) if by_words else _SplitColumns(own, mesh),
+        ),
     )
 
 
-class _ShardedEmbedding(Embedding):
+def rows_on_mesh(size: int | None, mesh: AnyMesh, config: Config) -> Rows | None:
+    """Layers on `size` rows of the batch at a time, the same share from each device."""
+    if math.prod(mesh.shape.values()) == 1:
+        return None if size is None else Rows(size, 1, _cast)
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    return Rows(size, shards, partial(_gather, mesh=mesh, config=config))
+
+
+def _cast(layer: Layer, dtype: DTypeLike) -> Layer:
+    return jax.tree.map(lambda x: x.astype(dtype) if x.ndim >= 2 else x, layer)
+
+
+def _gather(layer: Layer, dtype: DTypeLike, mesh: AnyMesh, config: Config) -> Layer:
+    """The layer's matrices in another dtype, whole but for the tensor axis's cut."""
+    sizes = {**mesh.shape, "fsdp": 1}
+    places = jax.tree_util.tree_map_with_path(
+        lambda path, x: NamedSharding(mesh, _spec(path, x.shape, sizes, config)), layer
+    )
+    return jax.lax.with_sharding_constraint(_cast(layer, dtype), places)
+
+
+class _SplitColumns(Embedding):
+    """A table whose columns lie on different devices."""
+
     mesh: AnyMesh = eqx.field(static=True)
 
     def __init__(self, table: Embedding, mesh: AnyMesh):
@@ -190,3 +223,31 @@ class _ShardedEmbedding(Embedding):
 
     def _constrain(self, x: Array, *spec: Any) -> Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+
+class _SplitWords(Embedding):
+    """A table whose rows lie on different devices, so that any of its columns do too."""
+
+    mesh: AnyMesh = eqx.field(static=True)
+
+    def __init__(self, table: Embedding, mesh: AnyMesh):
+        self.weight = table.weight
+        self.mesh = mesh
+
+    def __call__(self, ids: Int[Array, "B T"], scale: float, dtype: Any) -> Float[Array, "B T d"]:
+        places = ("tensor", "fsdp")
+
+        def on_each_device(table: Array, ids: Array) -> Array:
+            ids = jax.lax.all_gather(ids, "fsdp", tiled=True)
+            own = ids - jax.lax.axis_index(places) * len(table)
+            here = (own >= 0) & (own < len(table))
+            found = table[jnp.where(here, own, 0)].astype(dtype) * jnp.asarray(scale, dtype)
+            found = jax.lax.psum(jnp.where(here[..., None], found, 0), "tensor")
+            return jax.lax.psum_scatter(found, "fsdp", tiled=True)
+
+        return jax.shard_map(
+            on_each_device,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(places), BATCH),
+            out_specs=BATCH,
+        )(self.weight, ids)
