@@ -9,6 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from .config import Config, load_config
+from .quoting import shown
 
 Arrays = dict[str, Any]
 
@@ -61,9 +62,17 @@ class Checkpoints:
         if step is None:
             raise ValueError(f"there is no complete checkpoint in {self._manager.directory}")
         args = {name: ocp.args.StandardRestore(_named(tree)) for name, tree in items.items()}
-        found = self._manager.restore(
-            step, args=ocp.args.Composite(notes=ocp.args.JsonRestore(), **args)
-        )
+        try:
+            found = self._manager.restore(
+                step, args=ocp.args.Composite(notes=ocp.args.JsonRestore(), **args)
+            )
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # Orbax and TensorStore raise every kind for a damaged file
+            raise ValueError(
+                f"{self._manager.directory / str(step)}: expected a checkpoint of {', '.join(items)}: "
+                f"{type(error).__name__}: {shown(error, 1000)}"
+            ) from error
         trees = {
             name: jax.tree.unflatten(
                 jax.tree.structure(tree), [found[name][k] for k in _named(tree)]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from .quoting import shown
+
 SLIDING, FULL = "sliding_attention", "full_attention"
 # No known decoder comes near these; a file that asks for more is broken or hostile.
 _MAX_LAYERS, _MAX_SIZE, _MAX_PARAMETERS = 1024, 2**24, 2**42
@@ -269,7 +271,7 @@ def load_config(path: str | Path) -> Config:
     try:
         return Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # covers JSON and UTF-8 errors
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {shown(error, 1000)}") from error
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, Int32
 
 from .config import Config
+from .quoting import shown
 
 
 class Tokenizer(Protocol):
@@ -49,11 +50,15 @@ class HuggingFace:
             raise ImportError(
                 f"{path} needs the tokenizers package: pip install tokenizers"
             ) from None
-        text = Path(path).read_text(encoding="utf-8")
         try:
+            text = Path(path).read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except OSError:
+            raise
         except Exception as error:  # the package raises bare Exceptions
-            raise ValueError(f"{path} is not a Hugging Face tokenizer.json: {error}") from None
+            raise ValueError(
+                f"{path} is not a Hugging Face tokenizer.json: {shown(error)}"
+            ) from None
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:

@@ -20,6 +20,7 @@ from .cache import Cache, extend
 from .config import Config, load_config
 from .data import load_tokenizer
 from .model import Gemma4
+from .quoting import shown
 from .sharding import make_mesh, shardings
 from .weights import abstract
 from .weights import load as load_weights
@@ -174,11 +175,23 @@ def load(folder: Path, *, tensor: int = 1, dtype: DTypeLike | None = None) -> Ge
 def stop_ids(folder: Path, config: Config) -> tuple[int, ...]:
     """The end-of-text ids of the config, and those that `generation_config.json` adds."""
     path = folder / "generation_config.json"
-    ids = set(config.eos_token_ids)
-    if path.exists():
-        more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") or []
-        ids.update(more if isinstance(more, list) else [more])
-    return tuple(sorted(ids))
+    if not path.exists():
+        return tuple(sorted(set(config.eos_token_ids)))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # of UTF-8 and of JSON
+        raise ValueError(f"{path}: {shown(error)}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {shown(repr(found))}")
+    more = found.get("eos_token_id")
+    ids = [] if more is None else more if isinstance(more, list) else [more]
+    for i in ids:
+        if type(i) is not int or not 0 <= i < config.vocab_size:
+            raise ValueError(
+                f"{path}: eos_token_id: expected ids below {config.vocab_size}, the model's "
+                f"vocabulary, found {shown(repr(i))}"
+            )
+    return tuple(sorted({*config.eos_token_ids, *ids}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from jaxtyping import Array, DTypeLike
 
 from .config import Config, load_config
 from .model import Gemma4
+from .quoting import shown
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # transformers' prefixes of the text decoder's keys, alone and inside the multimodal model, and of
@@ -158,18 +159,24 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
             if not (folder / name).exists():
                 key = next(k for k, file in where.items() if file == name)
                 raise ValueError(
-                    f"{folder}: {key}: expected in {name}, as {_INDEX} says, found no such file"
+                    f"{folder}: {shown(key)}: expected in {shown(name)}, as {_INDEX} says, "
+                    "found no such file"
                 )
             tensors = _tensors(stack, folder / name)
             for key in tensors:
                 if where.get(key) != name:
-                    says = f"that it is in {where[key]}" if key in where else "nothing of it"
-                    raise ValueError(f"{folder}: {key}: found in {name}, but {_INDEX} says {says}")
+                    says = "nothing of it"
+                    if key in where:
+                        says = f"that it is in {shown(where[key])}"
+                    raise ValueError(
+                        f"{folder}: {shown(key)}: found in {shown(name)}, but {_INDEX} says {says}"
+                    )
             found |= tensors
         for key in where:
             if key not in found:
                 raise ValueError(
-                    f"{folder}: {key}: expected in {where[key]}, as {_INDEX} says, found not there"
+                    f"{folder}: {shown(key)}: expected in {shown(where[key])}, as {_INDEX} says, "
+                    "found not there"
                 )
         yield found
 
@@ -179,23 +186,32 @@ def _tensors(stack: contextlib.ExitStack, path: Path) -> dict[str, Any]:
         file = stack.enter_context(safetensors.safe_open(path, "numpy"))
         return {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: {_diagnosis(path) or error}") from error
+        raise ValueError(f"{path}: {shown(_diagnosis(path) or error, 1000)}") from error
+    except OSError as error:  # whose own text does not say which file
+        raise OSError(f"{path}: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        where = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a JSON object with a weight_map: {error!r}") from error
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # of UTF-8 and of JSON
+        raise ValueError(
+            f"{path}: expected a JSON object with a weight_map: {shown(error)}"
+        ) from error
+    if not isinstance(index, dict) or "weight_map" not in index:
+        raise ValueError(
+            f"{path}: expected a JSON object with a weight_map, found {shown(repr(index))}"
+        )
+    where = index["weight_map"]
     if not isinstance(where, dict):
-        raise ValueError(f"{path}: weight_map must be a JSON object, got {where!r:.80}")
+        raise ValueError(f"{path}: weight_map must be a JSON object, got {shown(repr(where))}")
     for key, name in where.items():
         # A plain name, so that a stranger's index cannot point out of the folder.
         plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
         if not plain or not name.endswith(".safetensors"):
             raise ValueError(
-                f"{path}: {key}: expected the name of a .safetensors file beside it, found "
-                f"{name!r:.200}"
+                f"{path}: {shown(key)}: expected the name of a .safetensors file beside it, found "
+                f"{shown(repr(name))}"
             )
     return where
 
@@ -228,11 +244,11 @@ def _check(
         elif dtype not in _DTYPES:
             problems.append(f"{key}: expected {', '.join(_DTYPES)}, found {dtype}")
     if problems:
-        shown = problems[:20]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
+        listed = [shown(problem, 300) for problem in problems[:20]]
+        if len(problems) > len(listed):
+            listed.append(f"and {len(problems) - len(listed)} more")
         what = "1 tensor does" if len(problems) == 1 else f"{len(problems)} tensors do"
-        raise ValueError(f"{folder}: {what} not fit the config:\n  " + "\n  ".join(shown))
+        raise ValueError(f"{folder}: {what} not fit the config:\n  " + "\n  ".join(listed))
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding:
