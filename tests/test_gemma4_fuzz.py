@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.gemma4 import data, generate, weights
+from examples.gemma4.check_logits import Reference
 from examples.gemma4.checkpoints import Checkpoints
 from examples.gemma4.config import load_config
 from examples.gemma4.quoting import shown
@@ -168,3 +169,14 @@ def test_a_training_checkpoint_that_is_damaged(tmp_path):
     with pytest.raises(ValueError, match=r"/1: expected a checkpoint of model"):
         checkpoints.restore(wanted)
     checkpoints.close()
+
+
+def test_a_reference_whose_index_leads_out_of_the_file(tmp_path):
+    raw = bytearray((E2B / "reference.npz").read_bytes())
+    start = raw.rindex(b"PK\x01\x02")  # the last entry of the zip's index
+    name = raw[start + 46 :][: raw[start + 28]].decode().removesuffix(".npy")
+    raw[start + 42 : start + 46] = b"\xff\xff\xff\x7f"  # where its member is
+    (tmp_path / "reference.npz").write_bytes(raw)
+    reference = Reference(tmp_path / "reference.npz")
+    with pytest.raises(ValueError, match=rf"reference\.npz: {name}: not a NumPy array"):
+        reference.shape(name)

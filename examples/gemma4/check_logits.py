@@ -31,6 +31,7 @@ from .config import load_config
 from .layers import KV
 from .loss import next_token_loss
 from .model import Gemma4
+from .quoting import shown
 
 TOP = 10
 _INTERMEDIATES = (
@@ -218,6 +219,8 @@ def _top(x: Float[np.ndarray, "N V"]) -> Int[np.ndarray, "N K"]:
 
 # What Python's zip reader raises for damaged and for encrypted files.
 _BROKEN = (zipfile.BadZipFile, RuntimeError, zlib.error, EOFError)
+# Beyond that, once the file is open: offsets that lead out of it.
+_DAMAGED = (OSError, *_BROKEN)
 
 
 class Reference:
@@ -231,7 +234,7 @@ class Reference:
         try:
             self._zip = zipfile.ZipFile(path)
         except _BROKEN as error:
-            raise ValueError(f"{path}: expected an .npz file: {error}") from error
+            raise ValueError(f"{path}: expected an .npz file: {shown(error)}") from error
         self._path = path
         files = (i.filename for i in self._zip.infolist())
         self.names = {name.removesuffix(".npy") for name in files if name.endswith(".npy")}
@@ -256,8 +259,8 @@ class Reference:
             try:
                 file.seek(0)
                 return np.lib.format.read_array(file, allow_pickle=False)
-            except _BROKEN as error:
-                raise ValueError(f"{self._path}: {name}: corrupted: {error}") from error
+            except (ValueError, *_DAMAGED) as error:
+                raise ValueError(f"{self._path}: {name}: corrupted: {shown(error)}") from error
 
     @contextlib.contextmanager
     def _member(self, name: str) -> Iterator[tuple[Any, tuple[int, ...], np.dtype]]:
@@ -279,8 +282,10 @@ class Reference:
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }[np.lib.format.read_magic(file)]
                 shape, _, dtype = read(file)
-            except (ValueError, KeyError, *_BROKEN) as error:
-                raise ValueError(f"{self._path}: {name}: not a NumPy array: {error}") from error
+            except (ValueError, KeyError, *_DAMAGED) as error:
+                raise ValueError(
+                    f"{self._path}: {name}: not a NumPy array: {shown(error)}"
+                ) from error
             if file.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
                 raise ValueError(
                     f"{self._path}: {name}: expected {math.prod(shape) * dtype.itemsize} bytes for "
