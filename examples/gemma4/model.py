@@ -31,7 +31,7 @@ class Gemma4(eqx.Module):
     embed_tokens_per_layer: Embedding
     per_layer_model_projection: Linear
     per_layer_projection_norm: RMSNorm
-    layers: tuple[Layer | Stacked, ...]
+    layers: tuple[Layer, ...]
     norm: RMSNorm
     config: Config = eqx.field(static=True)
 
@@ -103,7 +103,8 @@ class Gemma4(eqx.Module):
 
         stack: list[StackLayer | Stacked] = []
         kinds = iter(self.config.layer_types)
-        for item in self.layers:
+        items: tuple[Any, ...] = self.layers
+        for item in items:
             if isinstance(item, Stacked):
                 period = [declared(*pair) for pair in zip(item.period, kinds, strict=False)]
                 stack.append(Stacked(period, item.repeats))
