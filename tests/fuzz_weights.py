@@ -397,13 +397,10 @@ def make_reference(folder: Path) -> None:
 
 
 def read_reference(folder: Path) -> object:
-    from types import SimpleNamespace
-
-    from examples.gemma4.check_logits import Reference, batches
     from examples.gemma4.config import load_config
+    from examples.gemma4.reference import Reference, batches
 
-    model: Any = SimpleNamespace(config=load_config(DATA / "tiny_e2b"))
-    return list(batches(Reference(folder / "reference.npz"), model))
+    return list(batches(Reference(folder / "reference.npz"), load_config(DATA / "tiny_e2b")))
 
 
 TARGETS = {

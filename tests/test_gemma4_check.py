@@ -19,14 +19,9 @@ from gemma4_small import small
 from safetensors.numpy import load_file, save_file
 
 from examples.gemma4 import weights
-from examples.gemma4.check_logits import (
-    Reference,
-    batches,
-    compare_logits,
-    gradients,
-    intermediates,
-    main,
-)
+from examples.gemma4.check_logits import main
+from examples.gemma4.compare import compare_logits, gradients, intermediates
+from examples.gemma4.reference import Reference, batches
 
 E2B = Path(__file__).parent / "data" / "gemma4" / "tiny_e2b"
 REFERENCE = E2B / "reference.npz"
@@ -277,7 +272,7 @@ def test_damage_anywhere_is_refused_or_harmless(tmp_path):
             damaged[int(at)] = int(rng.integers(256))
         (tmp_path / "ref.npz").write_bytes(damaged)
         try:
-            for batch in batches(Reference(tmp_path / "ref.npz"), model):
+            for batch in batches(Reference(tmp_path / "ref.npz"), model.config):
                 assert batch.logits.shape[-1] == 89
         except ValueError:
             refused += 1

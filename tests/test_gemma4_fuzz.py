@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from examples.gemma4 import data, generate, weights
-from examples.gemma4.check_logits import Reference
 from examples.gemma4.checkpoints import Checkpoints
 from examples.gemma4.config import load_config
 from examples.gemma4.quoting import shown
+from examples.gemma4.reference import Reference
 
 E2B = Path(__file__).parent / "data" / "gemma4" / "tiny_e2b"
 CLEAR_SCREEN = "\x1b[2J"

@@ -16,7 +16,7 @@ import numpy as np
 
 from examples.gemma4 import attention, generate, weights
 from examples.gemma4.cache import Cache, extend
-from examples.gemma4.config import FULL, SLIDING, load_config
+from examples.gemma4.config import FULL, SLIDING, Config, load_config
 from examples.gemma4.generate import Sampling, left_pad
 from examples.gemma4.model import Gemma4
 from examples.gemma4.sharding import make_mesh, shardings
@@ -291,11 +291,10 @@ def test_a_hugging_face_checkpoint_goes_on(folder: Path, capfd: pytest.CaptureFi
 
 def test_a_training_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("orbax.checkpoint")
-    train = pytest.importorskip("examples.gemma4.train")
     from examples.gemma4.checkpoints import Checkpoints, claim
 
     config = dataclasses.replace(
-        train.tiny(), layer_types=("full_attention",), num_kv_shared_layers=0
+        Config.tiny(), layer_types=("full_attention",), num_kv_shared_layers=0
     )
     model = jax.jit(lambda key: Gemma4(config, key=key))(jax.random.key(0))
     claim(tmp_path, config, None)

@@ -16,7 +16,7 @@ from helpers import ISOLATIONS
 
 from examples.gemma4 import weights
 from examples.gemma4.attention import Mask
-from examples.gemma4.check_logits import gradients, intermediates
+from examples.gemma4.compare import gradients, intermediates
 from examples.gemma4.config import FULL, SLIDING, Config, load_config
 from examples.gemma4.layers import gelu, rope
 from examples.gemma4.loss import next_token_loss

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from examples.gemma4 import weights
-from examples.gemma4.check_logits import gradients
+from examples.gemma4.compare import gradients
 
 HERE = Path(__file__).parent
 TINY = HERE / "data" / "gemma4"

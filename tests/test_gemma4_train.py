@@ -28,18 +28,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from examples.gemma4 import data, train, weights
+from examples.gemma4 import data, loop, train, weights
 from examples.gemma4.checkpoints import Checkpoints
 from examples.gemma4.config import FULL, SLIDING, Config, load_config
 from examples.gemma4.model import Gemma4
-from examples.gemma4.sharding import make_mesh, on_mesh, replicated_matrices, shardings
+from examples.gemma4.sharding import (
+    batch_sharding,
+    make_mesh,
+    on_mesh,
+    replicated_matrices,
+    shardings,
+)
+from examples.gemma4.step import (
+    State,
+    abstract_batch,
+    abstract_state,
+    init_state,
+    make_optimizer,
+    make_train_step,
+    model_flops,
+)
 from remat_scan._flops import count_flops
 
 ROOT = Path(__file__).parent.parent
 TEXT = Path(sysconfig.get_paths()["stdlib"], "argparse.py")  # real text that everybody has
 
 SMALL = dataclasses.replace(
-    train.tiny(),
+    Config.tiny(),
     hidden_size=32,
     intermediate_size=64,
     layer_types=(SLIDING, FULL, FULL),  # the last reads the keys and values of the second
@@ -112,9 +127,9 @@ def finished(run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- Placement -------------------------------------------------------------------------------------
 
 
-def placed(config: Config, **axes: int) -> tuple[train.State, dict[str, Any]]:
+def placed(config: Config, **axes: int) -> tuple[State, dict[str, Any]]:
     mesh = make_mesh(**axes, devices=math.prod(axes.values()))
-    state = train.abstract_state(config, mesh)
+    state = abstract_state(config, mesh)
     specs = {
         jax.tree_util.keystr(path, simple=True, separator="."): x.sharding.spec
         for path, x in jax.tree_util.tree_leaves_with_path(state.model)
@@ -202,19 +217,19 @@ def test_a_mesh_has_as_many_devices_as_there_are(axes: dict[str, int], words: st
 
 
 def first_steps(
-    run: list[str], devices: int, change: Callable[[train.State], train.State] = lambda s: s
-) -> tuple[list[float], train.State, str]:
+    run: list[str], devices: int, change: Callable[[State], State] = lambda s: s
+) -> tuple[list[float], State, str]:
     """The losses of the run's steps and its state after them, on a mesh of another size; and the
     program. By the functions, without the command line."""
     mesh = make_mesh(devices=jax.devices()[:devices])
-    optimizer = train.make_optimizer(learning_rate=0.01, warmup=2, steps=STEPS)
-    state = change(train.init_state(SMALL, mesh, optimizer, weights=Path(run[-1])))
-    step: Any = train.make_train_step(SMALL, mesh, optimizer, compute="float32", loss_block=64)
+    optimizer = make_optimizer(learning_rate=0.01, warmup=2, steps=STEPS)
+    state = change(init_state(SMALL, mesh, optimizer, weights=Path(run[-1])))
+    step: Any = make_train_step(SMALL, mesh, optimizer, compute="float32", loss_block=64)
     source = data.open_source([TEXT], data.Bytes(), SMALL, LENGTH)
-    compiled = step.lower(state, train.abstract_batch(mesh, BATCH, LENGTH)).compile()
+    compiled = step.lower(state, abstract_batch(mesh, BATCH, LENGTH)).compile()
     losses = []
     for i in range(STEPS):
-        shape, place = (BATCH, LENGTH), train.batch_sharding(mesh)
+        shape, place = (BATCH, LENGTH), batch_sharding(mesh)
         state, metrics = compiled(state, data.global_batch(source, BATCH * i, shape, place))
         losses.append(float(metrics.loss))
     return losses, state, compiled.as_text()
@@ -236,9 +251,9 @@ def test_losses_are_the_same_on_every_mesh(run: list[str], finished: Path) -> No
 
 def test_weights_stay_in_float32_and_are_updated_in_place() -> None:
     mesh = make_mesh(devices=1)
-    step: Any = train.make_train_step(SMALL, mesh)  # computes in bfloat16
+    step: Any = make_train_step(SMALL, mesh)  # computes in bfloat16
     state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), train.abstract_state(SMALL, mesh)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract_state(SMALL, mesh)
     )
     traced = step.trace(state, jax.ShapeDtypeStruct((2, 16), jnp.int32))
     after, metrics = traced.out_info
@@ -270,7 +285,7 @@ def _jaxpr_of(value: Any) -> Any:
 
 def test_the_gradient_is_clipped_and_vectors_do_not_decay() -> None:
     tree = {"matrix": jnp.full((2, 3), 4.0), "vector": jnp.full(3, 4.0)}
-    optimizer = train.make_optimizer(learning_rate=1.0, warmup=0, clip=1.0, weight_decay=0.5)
+    optimizer = make_optimizer(learning_rate=1.0, warmup=0, clip=1.0, weight_decay=0.5)
     zero = jax.tree.map(jnp.zeros_like, tree)
     update, _ = optimizer.update(zero, optimizer.init(tree), tree)
     np.testing.assert_allclose(update["matrix"], -0.5 * 4.0)
@@ -284,13 +299,13 @@ def test_flops_are_those_of_the_traced_program() -> None:
     """The plain kernel has all pairs of tokens, and a block of the loss makes its logits twice."""
     config, B, T = SMALL, 2, 48
     mesh = make_mesh(devices=1)
-    step: Any = train.make_train_step(config, mesh, policy="none", kernel="plain", loss_block=B * T)
+    step: Any = make_train_step(config, mesh, policy="none", kernel="plain", loss_block=B * T)
     state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), train.abstract_state(config, mesh)
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract_state(config, mesh)
     )
     traced, exact = count_flops(step.trace(state, jax.ShapeDtypeStruct((B, T), jnp.int32)).jaxpr)
     assert exact
-    model = train.model_flops(config, B, T)
+    model = model_flops(config, B, T)
     sizes = [config.layer_head_dim(i) for i in range(config.num_layers)]
     pairs = sum(12 * B * config.num_attention_heads * D * T * T for D in sizes)
     assert traced == model.learnable + pairs + 2 * B * T * config.vocab_size * config.hidden_size
@@ -308,7 +323,7 @@ def test_a_run_learns_and_logs(finished: Path) -> None:
     log = log_of(finished)
     assert [line["step"] for line in log] == list(range(1, STEPS + 1))
     assert log[0]["loss"] - log[-1]["loss"] > 0.5
-    flops = train.model_flops(SMALL, 8, 32)
+    flops = model_flops(SMALL, 8, 32)
     for line in log:
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
         assert line["tokens_per_second_per_device"] == pytest.approx(8 * 32 / 8 / line["seconds"])
@@ -389,7 +404,7 @@ def test_a_stopped_run_saves_and_goes_on(
             signal.raise_signal(signal.SIGTERM)
         return make(source, position, *rest)
 
-    monkeypatch.setattr(train, "global_batch", stop_at_five)
+    monkeypatch.setattr(loop, "global_batch", stop_at_five)
     assert train.main([*run, "--out", str(folder)]) == 128 + signal.SIGTERM
     assert len(log_of(folder)) == 5
     monkeypatch.undo()
@@ -447,7 +462,7 @@ def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     loaded = data.load_tokenizer(tmp_path)
     assert loaded.encode("def self other") == [3, 5, 0]
     assert loaded.decode([4, 5]) == "return self"
-    source = data.open_source([TEXT], loaded, train.tiny(), 16)
+    source = data.open_source([TEXT], loaded, Config.tiny(), 16)
     assert set(np.unique(source.sequence(0))) <= {0, 1, 2, 3, 4, 5}
     small = load_config(ROOT / "tests/data/gemma4/tiny_e2b")
     with pytest.raises(ValueError, match="the tokenizer has 259 words, the model only 89"):
@@ -467,7 +482,7 @@ def test_the_report_is_of_the_step_and_trains_nothing(
     assert found["devices"] == 8
     weights = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * 4
-        for x in jax.tree.leaves(train.abstract_state(SMALL, make_mesh(fsdp=8, devices=8)))
+        for x in jax.tree.leaves(abstract_state(SMALL, make_mesh(fsdp=8, devices=8)))
     )
     assert weights <= found["arguments"] <= 1.05 * weights
     assert found["aliased"] >= weights  # the state is donated
@@ -530,10 +545,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    start = train.init_state
-
-    def broken(*args: Any, **kwargs: Any) -> train.State:
-        state = start(*args, **kwargs)
+    def broken(*args: Any, **kwargs: Any) -> State:
+        state = init_state(*args, **kwargs)
         return eqx.tree_at(lambda s: s.model.norm.weight, state, replace_fn=lambda w: w * jnp.nan)
 
     monkeypatch.setattr(train, "init_state", broken)

@@ -18,7 +18,7 @@ _MAX_LAYERS, _MAX_SIZE, _MAX_PARAMETERS = 1024, 2**24, 2**42
 class Config:
     """What a decoder is made of; the names are those of Hugging Face's `config.json`.
 
-    Make one with `Config.e2b()`, `Config.e4b()`, `Config.from_dict` or `load_config`.
+    Make one with `Config.e2b()`, `Config.e4b()`, `Config.tiny()`, `Config.from_dict` or `load_config`.
     Raises `ValueError` where the values do not describe a decoder.
     """
 
@@ -79,6 +79,25 @@ class Config:
             layer_types=((SLIDING,) * 5 + (FULL,)) * 7,
             num_kv_shared_layers=18,
             use_double_wide_mlp=False,
+        )
+
+    @classmethod
+    def tiny(cls) -> "Config":
+        """Five layers of all kinds, 0.4 million parameters: trains on a laptop's CPU."""
+        return cls(
+            vocab_size=384,
+            vocab_size_per_layer_input=384,
+            hidden_size=64,
+            hidden_size_per_layer_input=16,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            global_head_dim=32,
+            layer_types=(SLIDING, SLIDING, FULL, SLIDING, FULL),
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            sliding_window=32,
         )
 
     @property

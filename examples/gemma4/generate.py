@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from .cache import Cache, extend
+from .command import model_folder, run_command
 from .config import Config, load_config
 from .data import load_tokenizer
 from .model import Gemma4
@@ -197,18 +197,7 @@ def stop_ids(folder: Path, config: Config) -> tuple[int, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line and returns the exit code: 0, 1 for a failure, 2 for bad input."""
     options = _parser().parse_args(argv)
-    try:
-        return _run(options)
-    except KeyboardInterrupt:
-        print("generate: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if options.debug:
-            traceback.print_exc()
-        mistake = isinstance(error, ValueError | OSError | ImportError)
-        kind = "" if mistake else f"{type(error).__name__}: "
-        print(f"generate: {kind}{' '.join(str(error).split())[:1000]}", file=sys.stderr)
-        return 2 if mistake else 1
+    return run_command("generate", lambda: _run(options), debug=options.debug)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -266,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "folder", type=_folder, metavar="CHECKPOINT_DIR",
+        "folder", type=model_folder, metavar="CHECKPOINT_DIR",
         help="what training wrote to --out, or a Hugging Face checkpoint",
     )  # fmt: skip
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
@@ -298,12 +287,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
-
-
-def _folder(text: str) -> Path:
-    if not (Path(text) / "config.json").is_file():
-        raise argparse.ArgumentTypeError(f"there is no {text}/config.json")
-    return Path(text)
 
 
 if __name__ == "__main__":
