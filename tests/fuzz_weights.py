@@ -124,7 +124,7 @@ def containers(value: Any) -> Iterator[list[Any]]:
 
 
 def mutate_json(rng: random.Random, value: Any) -> Any:
-    holder = [copy.deepcopy(value)]
+    holder, multiplied = [copy.deepcopy(value)], False
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         where = [p for p in places(holder) if not isinstance(p[0][p[1]], Raw)]
         if not where:
@@ -162,7 +162,8 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
                 container[at], other[there] = other[there], container[at]
         else:
             chosen = rng.choice(others)
-            chosen[:] = chosen * rng.choice((2, 2, 50))
+            chosen[:] = chosen * (2 if multiplied or len(where) > 1000 else rng.choice((2, 2, 50)))
+            multiplied = True  # more takes longer to write than to read
     return holder[0]
 
 
