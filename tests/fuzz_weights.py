@@ -162,8 +162,9 @@ def mutate_json(rng: random.Random, value: Any) -> Any:
                 container[at], other[there] = other[there], container[at]
         else:
             chosen = rng.choice(others)
-            chosen[:] = chosen * (2 if multiplied or len(where) > 1000 else rng.choice((2, 2, 50)))
+            times = 2 if multiplied or len(where) > 1000 else rng.choice((2, 2, 50))
             multiplied = True  # more takes longer to write than to read
+            chosen[:] = [copy.deepcopy(x) for _ in range(times) for x in chosen]
     return holder[0]
 
 
