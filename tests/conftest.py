@@ -17,5 +17,7 @@ _COMMON = {
 }
 settings.register_profile("quick", max_examples=50, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
-settings.register_profile("nightly", max_examples=2000, **_COMMON)
+# In parts, each in a process of its own: `tests/properties.py`.
+_NIGHTLY = int(os.environ.get("NIGHTLY_EXAMPLES", "2000"))
+settings.register_profile("nightly", max_examples=_NIGHTLY, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

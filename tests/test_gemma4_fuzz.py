@@ -180,3 +180,18 @@ def test_a_reference_whose_index_leads_out_of_the_file(tmp_path):
     reference = Reference(tmp_path / "reference.npz")
     with pytest.raises(ValueError, match=rf"reference\.npz: {name}: not a NumPy array"):
         reference.shape(name)
+
+
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+@pytest.mark.parametrize(
+    "name", ["rms_norm_eps", "final_logit_softcapping", "rope_theta", "vocab_size", "eos_token_id"]
+)
+def test_configs_with_integers_that_are_too_long(tmp_path, name, digits):
+    text = json.loads((E2B / "config.json").read_text())
+    wrong = text["rope_parameters"]["full_attention"] if name == "rope_theta" else text
+    wrong[name] = "HERE"
+    content = json.dumps(text).replace('"HERE"', "1" * digits)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json: ") as error:
+        load_config(tmp_path)
+    assert len(str(error.value)) < 1500

@@ -12,6 +12,7 @@ from .quoting import shown
 SLIDING, FULL = "sliding_attention", "full_attention"
 # No known decoder comes near these; a file that asks for more is broken or hostile.
 _MAX_LAYERS, _MAX_SIZE, _MAX_PARAMETERS = 1024, 2**24, 2**42
+_MAX_INT = 2**53  # JSON's integers have no end; these are numbers in floating point too
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,7 @@ def load_config(path: str | Path) -> Config:
 def _check_type(name: str, value: Any, annotation: Any) -> None:
     """Python's `bool` is an `int` and JSON has no tuples, so types are checked by hand."""
     if annotation in (float, float | None):
-        ok = isinstance(value, int | float) and not isinstance(value, bool)
+        ok = isinstance(value, float) or (type(value) is int and abs(value) <= _MAX_INT)
         ok = ok or (value is None and annotation is not float)
     elif annotation in (int, bool):
         ok = type(value) is annotation
@@ -309,7 +310,7 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if type(value) is int else value
+    return float(value) if type(value) is int and abs(value) <= _MAX_INT else value
 
 
 def _rough_parameters(c: Config) -> int:
