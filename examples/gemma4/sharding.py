@@ -183,11 +183,12 @@ def on_mesh(model: Gemma4, mesh: AnyMesh) -> Gemma4:
 
 
 def rows_on_mesh(size: int | None, mesh: AnyMesh, config: Config) -> Rows | None:
-    """Layers on `size` rows of the batch at a time, the same share from each device."""
+    """Layers on `size` rows of each device's batch at a time."""
     if math.prod(mesh.shape.values()) == 1:
         return None if size is None else Rows(size, 1, _cast)
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    return Rows(size, shards, partial(_gather, mesh=mesh, config=config))
+    gather = partial(_gather, mesh=mesh, config=config)
+    return Rows(None if size is None else size * shards, shards, gather)
 
 
 def _cast(layer: Layer, dtype: DTypeLike) -> Layer:

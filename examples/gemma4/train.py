@@ -58,6 +58,7 @@ class Options:
     isolation: str
     kernel: str
     compute: str
+    rows: int | None
     loss_block: int
     data: int
     fsdp: int | None
@@ -176,6 +177,7 @@ def _step(
         isolation=options.isolation,
         kernel=kernel,
         compute=options.compute,
+        rows=options.rows,
         loss_block=options.loss_block,
         z_loss=options.z_loss,
     )
@@ -303,6 +305,10 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     memory.add_argument("--kernel", choices=("auto", *KERNELS), default="auto", help="of attention")
     memory.add_argument("--compute", choices=("bfloat16", "float32"), default="bfloat16")
+    memory.add_argument(
+        "--rows", type=positive, metavar="N",
+        help="rows of its batch that a device runs through a layer at a time (all)",
+    )  # fmt: skip
     memory.add_argument(
         "--loss-block", type=positive, default=4096, metavar="N",
         help="tokens whose logits exist at a time, of all devices together (4096)",
