@@ -57,10 +57,10 @@ def blockwise(
     ```python
     def blockwise(fn, size, axis, out):
         def wrapped(*args, **kwargs):
-            starts = range(0, args[0].shape[axis], size)
-            blocks = [fn(*(x[start : start + size] along axis for x in args), **kwargs)
-                      for start in starts]
-            return sum(blocks) if out == "sum" else jnp.concatenate(blocks, out)
+            cuts = list(range(size, args[0].shape[axis], size))
+            blocks = zip(*(jnp.split(x, cuts, axis) for x in args))
+            results = [fn(*block, **kwargs) for block in blocks]
+            return sum(results) if out == "sum" else jnp.concatenate(results, out)
         return wrapped
     ```
 

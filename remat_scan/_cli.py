@@ -207,13 +207,19 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _doctor(options: argparse.Namespace) -> int:
     import platform
 
+    import equinox as eqx
     import jax.numpy as jnp
 
     from . import __version__
     from ._memory import memory_report
     from ._targets import check_installed, parse_target, versions
 
-    found = {"remat_scan": __version__, "python": platform.python_version()}
+    found = {
+        "remat_scan": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "equinox": eqx.__version__,
+    }
     works: dict[str, str] = {}
     for target in ("cpu", "cpu:8", "tpu7x:2x2x1", "h100"):
         where = parse_target(target)

@@ -49,11 +49,11 @@ class Policy:
 
     ```python
     def action(policy, name):
-        for names in exact names, then patterns:
+        for matches in operator.eq, fnmatch.fnmatchcase:  # exact names count before patterns
             for verdict in "recompute", "offload", "save":
-                if name matches one of the policy's names for that verdict:
+                if any(matches(name, given) for given in getattr(policy, verdict)):
                     return verdict
-        return "save" if policy.unnamed == "save" else "recompute"
+        return "save" if policy.unnamed == "save" or not policy.checkpoint else "recompute"
     ```
 
     **Arguments:**

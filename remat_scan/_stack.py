@@ -110,7 +110,8 @@ def run_stack(
             if key is not None:
                 named["key"] = jax.random.fold_in(key, i)
             run = checkpointed_layer(layer.fn, policy=policy[i], isolation=isolation[i])
-            x, *more = run(*inputs, *args, **named)
+            result = run(*inputs, *args, **named)
+            x, *more = result if layer.writes or layer.collects else (result,)
             for name in layer.writes:
                 values[name] = more.pop(0)
             for name in layer.collects:

@@ -81,7 +81,7 @@ def test_doctor_says_what_works(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["targets"]["cpu"] == "works"
-    assert {"jax", "python", "remat_scan"} <= set(found["versions"])
+    assert {"jax", "python", "remat_scan", "system", "equinox"} <= set(found["versions"])
 
 
 def test_as_a_module():
