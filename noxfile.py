@@ -1,7 +1,9 @@
 """Every job of this project, each in a clean environment that nox makes: ``nox -l`` lists them."""
 
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import nox
 
@@ -28,6 +30,18 @@ OLDEST, NEWEST = PYTHONS[0], PYTHONS[-1]
 
 # These follow the current releases of their libraries; on the oldest jax the package itself is tested.
 EXAMPLES_AND_DOCS = ("test_gemma4_*.py", "test_examples.py", "test_interop.py", "test_docs.py")
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+# What of the suite tells in seconds that an installed package is whole.
+QUICK = [f"tests/test_{name}.py" for name in ("package", "policies", "cli", "testing")]
+IS_INSTALLED = """
+import importlib.metadata, pathlib, sys, remat_scan
+where = pathlib.Path(remat_scan.__file__)
+assert where.is_relative_to(sys.prefix), f"{where} is not the installed package"
+assert (where.parent / "py.typed").is_file(), "the package is not typed"
+assert importlib.metadata.version("remat-scan") == remat_scan.__version__
+"""
 
 
 @nox.session
@@ -74,3 +88,45 @@ def docs(session: nox.Session) -> None:
     session.install("-e", ".[docs]")
     arguments = session.posargs or ["build"]
     session.run("mkdocs", *arguments, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session(python=NEWEST)
+def site(session: nox.Session) -> None:
+    """The documentation as a browser shows it; needs a Chromium or Chrome on the path."""
+    session.install("-e", ".[docs]", *group("browser"))
+    session.run("mkdocs", "build", env={"NO_MKDOCS_2_WARNING": "1"})
+    if not any(map(shutil.which, BROWSERS)) and "CHROMIUM" not in os.environ:
+        session.skip(
+            f"NOBODY HAS LOOKED AT THE SITE: none of {', '.join(BROWSERS)} is on the path. Install one "
+            "(apt-get install chromium), or set CHROMIUM to where it is."
+        )
+    session.run("python", "docs/check_site.py", "site", *session.posargs)
+
+
+@nox.session(python=NEWEST)
+def notebooks(session: nox.Session) -> None:
+    """The notebooks that the documentation offers, made from `examples/*.py`, run as notebooks."""
+    session.install("-e", ".[docs,examples]", *group("notebooks"))
+    session.run("python", "docs/run_notebooks.py", *session.posargs)
+
+
+@nox.session(python=NEWEST)
+def wheel(session: nox.Session) -> None:
+    """What the index would offer: builds it, checks its page, tests it where the sources are not."""
+    session.install(*group("release"), *group("test"))
+    dist = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", str(dist))  # the wheel is built from the sdist
+    (built,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    session.run("twine", "check", "--strict", str(built), str(source))
+    # Tests alone: of the sources, nothing else is where they run.
+    shutil.copytree("tests", dist / "tests")
+    (dist / "pytest.ini").write_text("[pytest]\nmarkers =\n    aot\n    slow\n")
+    session.install(str(source))
+    with session.chdir(dist):
+        session.run("python", "-c", IS_INSTALLED)
+    session.install("--force-reinstall", "--no-deps", str(built))
+    with session.chdir(dist):
+        session.run("python", "-c", IS_INSTALLED)
+        session.run("python", "-m", "pytest", "-q", "-m", "not slow and not aot", *QUICK)
+        session.run("remat-scan", "doctor")

@@ -2,13 +2,16 @@
 
 - `{{ peak: case / target / way }}` in a page: GiB from `benchmarks/results/isolation.json`;
 - `{{ alive: way }}`: the same from `schedule.json`, the program that the plots are drawn from;
+- `{{ printed }}`: what the block of code before it prints; the code of such a page is run;
 - `{{ report: way }}`: the report of that program; `{{ table: name }}`: all rows of a result file;
-- `{{ examples }}`: the list of examples, each with a page made from its script;
+- `{{ examples }}`: the list of examples, each with a page and a notebook made from its script;
 - `plots/*.svg`: plots, each for light and for dark pages.
 """
 
+import contextlib
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 EXAMPLES = sorted(p for p in (ROOT / "examples").glob("*.py") if p.stem != "__init__")
 SHOWN = ("no remat", "jax.checkpoint", "loop", "barrier")
 GIB = 2**30
+PRINTED = "{{ printed }}"
 
 
 def load(name: str) -> list[dict[str, Any]]:
@@ -28,9 +32,30 @@ def gib(size: int | None) -> str:
     return "–" if size is None else f"{size / GIB:.2f}"
 
 
-def fill(markdown: str) -> str:
+def fill(markdown: str, name: str = "page.md") -> str:
     """The page with its `{{ ... }}` replaced; an unknown one is a KeyError and fails the build."""
+    if PRINTED in markdown:
+        markdown = _with_output(markdown, name)
     return re.sub(r"\{\{ (\w+)(?:: (.*?))? \}\}", lambda m: _FILL[m[1]](m[2] or ""), markdown)
+
+
+def _with_output(markdown: str, name: str) -> str:
+    """Runs the code of a page, and shows what a block printed where the page asks for it."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: plugins must not look for hardware
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    page, end, printed = [], 0, ""
+    for part in re.finditer(rf"^```python\n(.*?)^```|{PRINTED}", markdown, re.M | re.S):
+        page.append(markdown[end : part.start()])
+        end = part.end()
+        if part[0] == PRINTED:
+            page.append(f"```text\n{printed.rstrip()}\n```")
+            continue
+        page.append(part[0])
+        before = markdown[: part.start()].count("\n") + 1
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile("\n" * before + part[1], name, "exec"), namespace)
+        printed = out.getvalue()
+    return "".join([*page, markdown[end:]])
 
 
 def _peak(key: str) -> str:
@@ -93,17 +118,44 @@ def _title(script: Path) -> str:
     return next(line[4:] for line in script.read_text().splitlines() if line.startswith("# # "))
 
 
-def as_markdown(script: Path) -> str:
-    """A page from a script in percent format: comments become text, code stays code."""
-    page = []
+def cells(script: Path) -> list[tuple[str, str]]:
+    """The cells of a script in percent format: `("markdown", text)` or `("code", source)`."""
+    found = []
     for cell in re.split(r"^# %%", script.read_text(), flags=re.MULTILINE)[1:]:
         head, _, body = cell.partition("\n")
         if head.strip() == "[markdown]":
             text = [line.removeprefix("#").removeprefix(" ") for line in body.splitlines()]
-            page.append("\n".join(text).strip())
+            found.append(("markdown", "\n".join(text).strip()))
         else:
-            page.append(f"```python\n{body.strip()}\n```")
-    return "\n\n".join([*page, f"The script: `examples/{script.name}`."]) + "\n"
+            found.append(("code", body.strip()))
+    return found
+
+
+def as_markdown(script: Path) -> str:
+    """A page from a script: comments become text, code stays code."""
+    page = [
+        text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in cells(script)
+    ]
+    offer = (
+        f"[Download as a notebook]({script.stem}.ipynb). The script is `examples/{script.name}`."
+    )
+    return "\n\n".join([page[0], offer, *page[1:]]) + "\n"
+
+
+def as_notebook(script: Path) -> str:
+    """A Jupyter notebook (format 4.5) from a script, with nothing run yet."""
+    made = []
+    for i, (kind, text) in enumerate(cells(script)):
+        cell = {"cell_type": kind, "id": f"cell-{i}", "metadata": {}, "source": text}
+        made.append(cell | ({"execution_count": None, "outputs": []} if kind == "code" else {}))
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = {
+        "cells": made,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+    return json.dumps(notebook, indent=1) + "\n"
 
 
 # -- Plots -----------------------------------------------------------------------------------------
@@ -192,10 +244,12 @@ def on_files(files: Any, *, config: Any) -> Any:
     for script in EXAMPLES:
         page = f"examples/{script.stem}.md"
         files.append(File.generated(config, page, content=as_markdown(script)))
+        notebook = f"examples/{script.stem}.ipynb"
+        files.append(File.generated(config, notebook, content=as_notebook(script)))
     for name, svg in plots().items():
         files.append(File.generated(config, name, content=svg))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    return fill(markdown)
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    return fill(markdown, page.file.src_uri)

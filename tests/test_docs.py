@@ -1,6 +1,7 @@
 """The documentation: its code runs, its links lead somewhere, and it knows every public name."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -24,7 +25,9 @@ def hooks():
     return module
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if BLOCK.search((DOCS / n).read_text())])
+@pytest.mark.parametrize(
+    "name", ["../README.md", *(n for n in NAMES if BLOCK.search((DOCS / n).read_text()))]
+)
 def test_code_of_a_page_runs(name):
     text = (DOCS / name).read_text()
     namespace = {"__name__": "__main__"}
@@ -59,7 +62,14 @@ def test_figures_come_from_result_files(name, hooks):
     text = (DOCS / name).read_text()
     found = BARE_FIGURE.search(re.sub(r"\{\{.*?\}\}", "", BLOCK.sub("", text)))
     assert found is None, f"write {found[0]} as {{{{ ... }}}}: docs/hooks.py"
-    assert "{{" not in hooks.fill(text)
+    assert "{{" not in hooks.fill(text.replace(hooks.PRINTED, ""))
+
+
+def test_pages_show_what_their_code_prints(hooks):
+    page = hooks.fill("```python\nprint(6 * 7)\n```\n\nSays\n\n{{ printed }}\n\nlater")
+    assert page.endswith("Says\n\n```text\n42\n```\n\nlater")
+    with pytest.raises(ZeroDivisionError):
+        hooks.fill("```python\n1 / 0\n```\n{{ printed }}")
 
 
 def test_every_page_is_in_the_navigation():
@@ -68,6 +78,17 @@ def test_every_page_is_in_the_navigation():
 
 
 def test_a_script_becomes_a_page(hooks):
-    page = hooks.as_markdown(DOCS.parent / "examples" / "moe.py")
+    script = DOCS.parent / "examples" / "moe.py"
+    page = hooks.as_markdown(script)
     assert page.startswith("# A mixture of experts")
     assert page.count("```python") == page.count("```\n") >= 2
+    assert "(moe.ipynb)" in page
+
+
+def test_a_script_becomes_a_notebook_with_the_same_code(hooks):
+    script = DOCS.parent / "examples" / "moe.py"
+    notebook = json.loads(hooks.as_notebook(script))
+    assert (notebook["nbformat"], notebook["cells"][0]["cell_type"]) == (4, "markdown")
+    code = [c["source"] for c in notebook["cells"] if c["cell_type"] == "code"]
+    plain = [line for line in script.read_text().splitlines() if line and line[0] != "#"]
+    assert [line for source in code for line in source.splitlines() if line] == plain

@@ -1,5 +1,7 @@
 """Frameworks and tools around layers; modules with state are in the examples, which test themselves."""
 
+import re
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -81,15 +83,40 @@ def test_a_training_step_survives_export_and_serialisation(weights, isolation):
     close(again.call(weights, X), jax.grad(lambda w: loss(mlp, w, X))(weights))
 
 
+def in_scopes(layer, weights):
+    """The loss with each layer in a scope of its own."""
+    x = X
+    for i, w in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            x = layer(w, x)
+    return jnp.mean(x**2)
+
+
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_profiles_can_name_the_layer(weights, isolation):
-    """A profiler shows `op_name` of the compiled operations."""
+def test_compiled_operations_carry_the_scope_of_their_layer(weights, isolation):
+    """A profiler shows `op_name` of the compiled operations: every layer's, forward and backward."""
     layer = checkpointed_layer(mlp, isolation=isolation)
-    compiled = jax.jit(jax.grad(lambda w: loss(layer, w, X))).lower(weights).compile()
-    dots = [line for line in compiled.as_text().splitlines() if "dot_general" in line]
-    named = [line for line in dots if "mlp" in line]
-    assert named
-    assert any("transpose" in line for line in named)
+    compiled = jax.jit(jax.grad(lambda w: in_scopes(layer, w))).lower(weights).compile()
+    names = re.findall(r'op_name="([^"]*dot_general[^"]*)"', compiled.as_text())
+    assert names
+    assert all("mlp" in name for name in names), "the layer's own name"
+    for i in range(len(weights)):
+        mine = [name for name in names if f"block_{i}" in name]
+        assert any("transpose(" in name for name in mine), f"backward pass of block_{i}"
+    forward = [name for name in names if "transpose(" not in name]
+    assert {i for i in range(len(weights)) if any(f"block_{i}" in n for n in forward)} >= {0, 1}
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_recorded_profile_names_the_layers(weights, isolation, tmp_path):
+    layer = checkpointed_layer(mlp, isolation=isolation)
+    step = jax.jit(jax.grad(lambda w: in_scopes(layer, w)))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(weights))
+    (recorded,) = tmp_path.rglob("*.xplane.pb")
+    profile = recorded.read_bytes()
+    for i in range(len(weights)):
+        assert f"block_{i}".encode() in profile
 
 
 def test_nnx_state_is_lost_without_the_adapter_and_kept_with_it():
@@ -109,6 +136,46 @@ def test_nnx_state_is_lost_without_the_adapter_and_kept_with_it():
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_nnx_batch_statistics_and_random_streams_are_those_of_the_plain_module(isolation):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.dropout(self.linear(self.norm(x)))
+
+    @checkpointed_layer(isolation=isolation)
+    def run(graphdef, state, x):
+        block = nnx.merge(graphdef, state)
+        return block(x), nnx.state(block)
+
+    def wrapped(block, x):
+        graphdef, state = nnx.split(block)
+        out, state = run(graphdef, state, x)
+        nnx.update(block, state)
+        return jnp.mean(out**2)
+
+    def plain(block, x):
+        return jnp.mean(block(x) ** 2)
+
+    ours, expected = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
+    before = nnx.state(expected, nnx.BatchStat)
+    before = jax.tree.map(jnp.copy, before)
+    for _ in range(3):
+        close(nnx.grad(wrapped)(ours, X), nnx.grad(plain)(expected, X))
+    close(nnx.state(ours, nnx.BatchStat), nnx.state(expected, nnx.BatchStat))
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), before, nnx.state(ours, nnx.BatchStat))
+    assert all(jax.tree.leaves(moved))
+    counts = [int(c) for c in jax.tree.leaves(nnx.state(ours, nnx.RngCount))]
+    assert counts == [int(c) for c in jax.tree.leaves(nnx.state(expected, nnx.RngCount))]
+    assert max(counts) >= 3
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_linen_apply_with_mutable_collections(isolation):
     nn = pytest.importorskip("flax.linen")
     norm = nn.BatchNorm(use_running_average=False)
@@ -117,7 +184,18 @@ def test_linen_apply_with_mutable_collections(isolation):
     def apply(variables, x):
         return norm.apply(variables, x, mutable=["batch_stats"])
 
-    close(checkpointed_layer(apply, isolation=isolation)(variables, X), apply(variables, X))
+    layer = checkpointed_layer(apply, isolation=isolation)
+    close(layer(variables, X), apply(variables, X))
+
+    def loss(apply, params):
+        y, updates = apply({**variables, "params": params}, X)
+        return jnp.mean(y**3), updates
+
+    found, expected = (
+        jax.grad(lambda p, f=f: loss(f, p), has_aux=True)(variables["params"])
+        for f in (layer, apply)
+    )
+    close(found, expected)  # gradients and the updated statistics
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -128,3 +206,42 @@ def test_haiku_apply_is_a_layer(isolation):
     layer = checkpointed_layer(pure.apply, isolation=isolation)
     found = jax.grad(lambda p: layer(p, key, X).sum())(params)
     close(found, jax.grad(lambda p: pure.apply(p, key, X).sum())(params))
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_haiku_state_goes_in_and_comes_out(isolation):
+    hk = pytest.importorskip("haiku")
+    pure = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True))
+    params, state = pure.init(jax.random.key(0), X)
+    layer = checkpointed_layer(pure.apply, isolation=isolation)
+
+    def loss(apply, params):
+        y, new = apply(params, state, None, X)
+        return jnp.mean(y**3), new
+
+    found, expected = (
+        jax.grad(lambda p, f=f: loss(f, p), has_aux=True)(params) for f in (layer, pure.apply)
+    )
+    close(found, expected)
+
+
+def test_orbax_restores_nnx_state_that_was_trained_through_the_adapter(tmp_path):
+    nnx = pytest.importorskip("flax.nnx")
+    ocp = pytest.importorskip("orbax.checkpoint")
+    from examples.flax_nnx import Block, checkpointed
+
+    block = Block(4, 8, rngs=nnx.Rngs(0))
+    for _ in range(2):
+        checkpointed(block, jnp.asarray(X))
+    kinds = (nnx.Param, nnx.BatchStat)
+    saved = [nnx.to_pure_dict(nnx.state(block, kind)) for kind in kinds]
+    fresh = Block(4, 8, rngs=nnx.Rngs(1))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "block", saved)
+        checkpointer.wait_until_finished()
+        targets = [nnx.to_pure_dict(nnx.state(fresh, kind)) for kind in kinds]
+        restored = checkpointer.restore(tmp_path / "block", targets)
+    close(restored, saved, 0)
+    means = [v for path, v in jax.tree_util.tree_leaves_with_path(restored) if "mean" in str(path)]
+    assert means
+    assert all((m != 0).any() for m in means)

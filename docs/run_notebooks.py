@@ -1,0 +1,56 @@
+"""Runs the notebooks of the site: `python docs/run_notebooks.py [NAME...]`, or `nox -s notebooks`.
+
+Each is made from its script, has a kernel of its own and checks itself; it may take two minutes.
+"""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from hooks import EXAMPLES, ROOT, as_notebook
+
+SECONDS = 120
+
+
+def run(script: Path) -> str | None:
+    """Runs a script as a notebook; what is wrong with it, or `None`."""
+    notebook = nbformat.reads(as_notebook(script), as_version=4)
+    nbformat.validate(notebook)
+    start = time.monotonic()
+    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": ROOT}})
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        return f"{script.stem}: {error}"
+    except TimeoutError:
+        return f"{script.stem}: a cell took more than {SECONDS} s"
+    taken = time.monotonic() - start
+    print(f"{script.stem:<24}{taken:6.1f} s", flush=True)
+    if taken > SECONDS:
+        return f"{script.stem}: took {taken:.0f} s, more than {SECONDS} s"
+    if not any(cell.get("outputs") for cell in notebook.cells):
+        return f"{script.stem}: shows nothing"
+    return None
+
+
+def main(names: list[str]) -> int:
+    """Runs all of the examples, or those named, two at a time; 1 if one fails."""
+    chosen = [s for s in EXAMPLES if not names or s.stem in names]
+    if missing := set(names) - {s.stem for s in chosen}:
+        print(f"No example is called {', '.join(sorted(missing))}.", file=sys.stderr)
+        return 1
+    with ThreadPoolExecutor(2) as pool:
+        problems = [p for p in pool.map(run, chosen) if p is not None]
+    print(*problems, sep="\n\n", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
