@@ -59,7 +59,52 @@ def tests(session: nox.Session, jax: str, compilers: str, left_out: tuple[str, .
     """
     session.install("-e", f".[{compilers},examples]", jax, *group("test"))
     chosen = session.posargs or ["-m", "not slow", *(f"--ignore-glob=*{name}" for name in left_out)]
-    session.run("python", "-m", "pytest", "-n", "2", *chosen)
+    session.run("python", "-m", "pytest", "-n", "2", *chosen, env={"HYPOTHESIS_PROFILE": "ci"})
+
+
+# What a change in JAX could break: the combinators, and what proves that they work.
+CORE = [
+    f"tests/test_{name}.py"
+    for name in (
+        "layer", "policies", "stack", "blocks", "properties", "verify", "residuals", "testing"
+    )
+]  # fmt: skip
+# Where JAX publishes its wheels of every night.
+NIGHTLY_JAX = "https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/"
+
+
+def core(session: nox.Session, **env: str) -> None:
+    chosen = session.posargs or ["-m", "not slow and not aot"]
+    session.run("python", "-m", "pytest", "-n", "2", *CORE, *chosen, env=env)
+
+
+@nox.session(python=NEWEST)
+@nox.parametrize(
+    "switch", [nox.param("JAX_REMAT3", id="remat3"), nox.param("JAX_ENABLE_X64", id="x64")]
+)
+def canary(session: nox.Session, switch: str) -> None:
+    """The core of the suite under a switch of JAX; on eight simulated devices, as all tests."""
+    session.install("-e", ".", *group("test"))
+    core(session, **{switch: "1"})
+
+
+@nox.session(python=NEWEST)
+def prerelease(session: nox.Session) -> None:
+    """The core of the suite on the newest jax, whether it is released or not."""
+    session.install("-e", ".", *group("test"))
+    session.install("--upgrade", "--pre", "--extra-index-url", NIGHTLY_JAX, "jax", "jaxlib")
+    session.run("python", "-c", "import jax; print('jax', jax.__version__)")
+    core(session)
+
+
+@nox.session(python=NEWEST)
+def nightly(session: nox.Session) -> None:
+    """2,000 random programs against the plain loop, ten minutes of damaged files, and the mutations
+    that the tests must catch. The figures go to `benchmarks/results`."""
+    session.install("-e", ".[examples]", *group("test"))
+    session.run("python", "tests/properties.py")
+    session.run("python", "tests/fuzz_weights.py", "--minutes", "10")
+    session.run("python", "tests/mutants.py")
 
 
 @nox.session(python=NEWEST)
