@@ -432,13 +432,17 @@ def spoil(target: Target, number: int, valid: Path, folder: Path) -> str:
 
 # -- One case ----------------------------------------------------------------------------------------
 
-# What no reader of data does.
+# What no reader of data does. "exec" is of code objects: a module's, or what `exec` and `eval` run.
 FORBIDDEN = (
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen",
     "pickle.find_class", "socket.connect", "socket.bind", "ctypes.dlopen", "os.remove", "os.rename",
     "os.rmdir", "os.mkdir", "os.chmod", "os.link", "os.symlink", "os.truncate", "shutil.rmtree",
     "exec", "import",  # "compile" alone parses: NumPy reads headers with `ast.literal_eval`
 )  # fmt: skip
+
+
+# Where Python and the packages are, and the project's own sources.
+INSTALLED = (sys.prefix, sys.base_prefix, str(ROOT / "examples"), str(ROOT / "remat_scan"))
 
 
 class Watch:
@@ -452,20 +456,23 @@ class Watch:
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if self.folder is None:
             return
-        # Libraries import their own parts late, and Python its.
-        own = event == "import" and (
-            (top := str(args[0]).partition(".")[0]) in sys.stdlib_module_names or top in sys.modules
-        )
-        if event in FORBIDDEN and not own:
+        if event in FORBIDDEN and not self._late_import(event, args[0]):
             self.seen.append(f"{event} {args[0]!r:.100}")
         elif event == "open" and args[0] is not None and not isinstance(args[0], int):
             path, flags = os.fsdecode(args[0]), args[2] or 0
             inside = Path(path).absolute().is_relative_to(self.folder)
             writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             # Devices and Python's own sources (for tracebacks) are not the stranger's.
-            known = path.startswith(("/proc/", "/sys/", "/dev/", str(DATA))) or path.endswith(".py")
+            known = path.startswith(("/proc/", "/sys/", "/dev/", str(DATA), *INSTALLED))
             if writes or not (inside or known):
                 self.seen.append(f"open {path!r:.100} with flags {flags}")
+
+    def _late_import(self, event: str, what: Any) -> bool:
+        """Libraries import parts of their own, and of Python, only when they are needed."""
+        if event == "import":
+            top = str(what).partition(".")[0]
+            return top in sys.stdlib_module_names or top in sys.modules
+        return event == "exec" and what.co_filename.startswith(INSTALLED)
 
 
 def peak_resident() -> int:
