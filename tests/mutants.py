@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutations.json"
 
 class Mutation(NamedTuple):
     name: str
-    file: str
+    file: str  # a pattern: the text may move between the files that it matches
     old: str
     new: str
     tests: tuple[str, ...]  # pytest arguments of the tests that should notice
@@ -42,6 +42,11 @@ MEMORY = ("tests/test_testing.py", "-k", "donated")
 
 ISOLATION, WRAP, TRACE = "_isolation.py", "_layer.py", "_trace.py"
 OFFLOAD, POLICY = "_offload.py", "_policies.py"
+STACKS, PERIODS, BLOCKS = "_stack*.py", "_periods.py", "_blocks.py"
+
+STACK = ("tests/test_stack.py", "-k", "not sharded and not transformations")
+SHARDED = ("tests/test_stack.py", "-k", "sharded")
+BLOCKWISE = ("tests/test_blocks.py", "-k", "not transformations")
 
 MUTATIONS = (
     Mutation("drop the tag", ISOLATION, '**{LOOP_TAG: "true"}', '**{"other": "true"}', REACHES),
@@ -137,6 +142,68 @@ MUTATIONS = (
              "if False and eqn.primitive.name ==", RESIDUALS),
     Mutation("accounting counts the host as the device", "_residuals.py",
              '"offloaded" if on_host(var.aval) else', "", RESIDUALS),
+    Mutation("the first writer of a value counts", STACKS, "(values | written)[name]",
+             "(written | values)[name]", STACK),
+    Mutation("written values in the wrong order", STACKS, "values = iter(more)",
+             "values = iter(more[::-1])", STACK),
+    Mutation("all layers have one key", STACKS, "jax.random.fold_in(self.key, first + begin + j)",
+             "jax.random.fold_in(self.key, 0)", STACK),
+    Mutation("all repetitions have the keys of the first", STACKS, "start + size * step", "start + 0 * step",
+             STACK),
+    Mutation("all layers have the first one's policy", STACKS,
+             "self.policies[start + begin], self.isolations[start + begin]",
+             "self.policies[0], self.isolations[start + begin]", STACK),
+    Mutation("all layers have the first one's isolation", STACKS,
+             "self.policies[start + begin], self.isolations[start + begin]",
+             "self.policies[start + begin], self.isolations[0]", STACK),
+    Mutation("a boundary of one layer", STACKS, "inputs[begin : begin + self.boundary]",
+             "inputs[begin : begin + 1]", STACK),
+    Mutation("a period forgets what was written before it", STACKS, "initial[name] = old_arrays[name]",
+             "initial[name] = jax.tree.map(_placeholder, new[name])", STACK),
+    Mutation("every layer is given the first one's input", STACKS, "slice(start + j, start + steps * size, size)",
+             "slice(start, start + steps * size, size)", STACK),
+    Mutation("what is read before it is written is not carried", STACKS, "for _, name in layer.reads} - written",
+             "for _, name in layer.reads} - {name for a in period for name in a.writes}",
+             STACK),
+    Mutation("the last pattern counts", STACKS, "for pattern, found in matches.items() if i in found",
+             "for pattern, found in reversed(matches.items()) if i in found", STACK),
+    Mutation("overlap holds nothing", STACKS, '"barrier")(*leaves)', '"none")(*leaves)', STACK),
+    Mutation("no barrier inside a period", STACKS, "jax.lax.optimization_barrier(tangents[0])", "tangents[0]",
+             (*STACK[:1], "-k", "period")),
+    Mutation("what is collected is numbered from 0", STACKS, "(start + size * r + j, take(more, r))",
+             "(size * r + j, take(more, r))", STACK),
+    Mutation("unstacking gives the first repetition", PERIODS, "layers += take(item.period, r)",
+             "layers += take(item.period, 0)", STACK),
+    Mutation("layers stacked in the wrong order", PERIODS, "stack_trees(run[j::length])",
+             "stack_trees(run[j::length][::-1])", STACK),
+    Mutation("places of a period mixed up", PERIODS, "stack_trees(run[j::length])",
+             "stack_trees(run[j * repeats : (j + 1) * repeats])", STACK),
+    Mutation("the most layers to compile", PERIODS, "best.append(min(options", "best.append(max(options", STACK),
+    Mutation("layers of other dtypes are alike", PERIODS, "return np.shape(leaf), leaf.dtype,",
+             "return np.shape(leaf), None,", STACK),
+    Mutation("layers of other static values are alike", PERIODS, "return _StaticInput(leaf)",
+             "return type(leaf)", STACK),
+    Mutation("stacking gathers what was sharded", PERIODS, "    if sharding is not None:\n", "    if False:\n",
+             SHARDED),
+    Mutation("layers of other shardings are alike", PERIODS, 'getattr(_named_sharding(leaf), "spec", None)',
+             "None", SHARDED),
+    Mutation("a sum is the last block's", BLOCKS, "r + x.astype(r.dtype)", "x.astype(r.dtype)", BLOCKWISE),
+    Mutation("the last block again at the start", BLOCKS, "            start = count * share\n",
+             "            start = 0\n", BLOCKWISE),
+    Mutation("the last block is left out", BLOCKS, "        if rest:\n", "        if False:\n", BLOCKWISE),
+    Mutation("blocks keep what they compute", BLOCKS,
+             "jax.checkpoint(block, prevent_cse=prevent_cse)(operands, start)", "block(operands, start)",
+             BLOCKWISE),
+    Mutation("sums of blocks in their own dtype", BLOCKS, "return jnp.promote_types(dtype, accumulate)",
+             "return dtype", BLOCKWISE),
+    Mutation("float64 is added up in float32", BLOCKS, "return jnp.promote_types(dtype, accumulate)",
+             "return jnp.dtype(accumulate)", BLOCKWISE),
+    Mutation("sums come back wide", BLOCKS, 'r.astype(t.dtype) if a == "sum"', 'r if a == "sum"', BLOCKWISE),
+    Mutation("shards are not looked for", BLOCKS, "max(_num_shards(leaves[i], a) for i, a in cut.items())", "1",
+             BLOCKWISE),
+    Mutation("axes from the back", BLOCKS, "return axis % ndim", "return abs(axis)", BLOCKWISE),
+    Mutation("arrays put together along the first axis", BLOCKS, "_put(r, split(x, a), start, a + 1)",
+             "_put(r, split(x, 0), start, 1)", BLOCKWISE),
 )  # fmt: skip
 
 
@@ -146,11 +213,12 @@ def mutate(mutation: Mutation, folder: Path) -> None:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "pytest_remat_scan.py"):
         shutil.copy(ROOT / name, folder / name)
-    path = folder / "remat_scan" / mutation.file
-    text = path.read_text()
-    if text.count(mutation.old) < 1:
-        raise SystemExit(f"{mutation.name}: {mutation.file} has no {mutation.old!r} any more")
-    path.write_text(text.replace(mutation.old, mutation.new, 1))
+    for path in sorted((folder / "remat_scan").glob(mutation.file)):
+        text = path.read_text()
+        if mutation.old in text:
+            path.write_text(text.replace(mutation.old, mutation.new, 1))
+            return
+    raise SystemExit(f"{mutation.name}: {mutation.file} has no {mutation.old!r} any more")
 
 
 def run(mutation: Mutation) -> dict[str, object]:
@@ -189,7 +257,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", help="a mutation's name; repeatable")
     parser.add_argument("--resume", action="store_true", help="leave out what was caught already")
+    parser.add_argument(
+        "--check", action="store_true", help="only look whether all texts are there"
+    )
     options = parser.parse_args()
+    if options.check:
+        for mutation in MUTATIONS:
+            with tempfile.TemporaryDirectory() as name:
+                mutate(mutation, Path(name))
+        return 0
     rows = {r["mutation"]: r for r in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
     rows = {m.name: rows[m.name] for m in MUTATIONS if m.name in rows}
     for mutation in MUTATIONS:
