@@ -13,6 +13,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
+import types
+import weakref
 from pathlib import Path
 
 import equinox as eqx
@@ -470,6 +473,88 @@ def test_the_cache_of_layers_ends_with_them():
     for i in range(50):
         checkpointed_layer(lambda x, i=i: x * i)(jnp.ones(2))
     assert kept() <= before + 1
+
+
+def test_no_tracer_outlives_its_trace():
+    """A layer that lives on, and read an array of one trace where it is not seen to be closed over."""
+    kept = types.SimpleNamespace()
+    held = []
+
+    def layer(x):
+        return jnp.sin(x) * kept.w
+
+    @jax.jit
+    def outer(w, x):
+        kept.w = w * 2
+        held.append(weakref.ref(kept.w))
+        y = checkpointed_layer(layer)(x)
+        del kept.w
+        return y
+
+    assert outer(1.5, jnp.ones(2)).tolist() == pytest.approx([3 * np.sin(1)] * 2)
+    jax.clear_caches()
+    gc.collect()
+    assert held[0]() is None
+
+
+def test_wrapping_and_unwrapping_a_thousand_times_leaks_nothing():
+    x = jnp.ones(3)
+    module = Module({"wi": jnp.ones((D, F))}, (_closure,))
+
+    def layer(x):
+        return jnp.sin(x)
+
+    def once(i):
+        fresh = lambda x: jnp.cos(x)  # noqa: E731
+        for fn in (layer, fresh):
+            wrapped = checkpointed_layer(fn)
+            assert wrapped.__wrapped__ is fn
+            if i % 10 == 0:
+                jax.eval_shape(wrapped, x)
+        assert checkpointed_layer(module).__wrapped__.w["wi"] is module.w["wi"]
+        # Wrapping what is unwrapped again and again is wrapping once.
+        assert checkpointed_layer(wrapped.__wrapped__).__wrapped__ is fresh
+
+    def objects():
+        jax.clear_caches()
+        gc.collect()
+        return len(gc.get_objects())
+
+    for i in range(10):
+        once(i)
+    before = objects()
+    for i in range(1000):
+        once(i)
+    assert objects() - before < 1000  # less than one object for each
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("policy", ["full", "minimal", "minimal_offloaded"])
+def test_an_exception_points_at_the_users_line(isolation, policy):
+    """Under transformations, too: unchanged, and its traceback ends where it was raised."""
+    error = ValueError("shapes do not fit")
+
+    def layer(x):
+        if x.shape:
+            raise error  # this line
+        return x
+
+    wrapped = checkpointed_layer(layer, policy=policy, isolation=isolation)
+    loss = lambda x: wrapped(x).sum()  # noqa: E731
+    scan = lambda x: jax.lax.scan(lambda c, _: (wrapped(c), None), x, None, length=2)  # noqa: E731
+    for run in (
+        wrapped,
+        jax.jit(wrapped),
+        jax.grad(loss),
+        jax.jit(jax.grad(loss)),
+        jax.vmap(loss),
+        scan,
+    ):
+        with pytest.raises(ValueError, match="shapes do not fit") as caught:
+            run(jnp.ones((2, 3)))
+        assert caught.value is error
+        last = traceback.extract_tb(caught.value.__traceback__)[-1]
+        assert (last.filename, last.line) == (__file__, "raise error  # this line")
 
 
 # -- Canaries: switches of JAX that change what is underneath ----------------------------------------
