@@ -22,6 +22,9 @@ from ._memory import (
 from ._memory import (
     memory_report as memory_report,
 )
+from ._nested import (
+    Nested as Nested,
+)
 from ._periods import (
     Stacked as Stacked,
 )
@@ -47,13 +50,13 @@ from ._residuals import (
     residuals as residuals,
 )
 from ._stack import (
-    StackLayer as StackLayer,
-)
-from ._stack import (
     StackResult as StackResult,
 )
 from ._stack import (
     run_stack as run_stack,
+)
+from ._stack_layer import (
+    StackLayer as StackLayer,
 )
 from ._targets import MissingPluginError as MissingPluginError
 from ._verify import (

@@ -1,7 +1,5 @@
 """Layers that repeat: `Stacked`, and the way there and back from a list."""
 
-import functools as ft
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._trace import _StaticInput, is_array
+from ._trace import _StaticInput, as_pytree, is_array
 
 
 class Stacked(eqx.Module):
@@ -139,15 +137,6 @@ def unstack_layers(stack: Sequence[Any]) -> list[Any]:
         else:
             layers.append(item)
     return layers
-
-
-def as_pytree(fn: Any) -> Any:
-    """A layer with the arrays visible that are in a `functools.partial` or a bound method."""
-    if isinstance(fn, types.MethodType):
-        return jax.tree_util.Partial(fn.__func__, fn.__self__)
-    if type(fn) is ft.partial:
-        return jax.tree_util.Partial(as_pytree(fn.func), *fn.args, **fn.keywords)
-    return fn
 
 
 def stack_trees(trees: Sequence[Any]) -> Any:

@@ -63,13 +63,13 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
     An exception inside the layer is the user's and arrives unchanged.
     """
-    callee = _as_pytree(fn)
+    callee = as_pytree(fn)
     num_callee = len(jax.tree.leaves(callee))
     # As pairs, because a dictionary's order would not survive.
     leaves, treedef = jax.tree.flatten((callee, args, tuple(kwargs.items())))
     is_dynamic = tuple(map(is_array, leaves))
     arrays = [leaf for leaf, dynamic in zip(leaves, is_dynamic, strict=True) if dynamic]
-    name = _name(fn)
+    name = name_of(fn)
     flat = _flat_layer(name, leaves, treedef, is_dynamic)
     closed, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
     out_leaves, out_treedef = jax.tree.flatten(out, is_leaf=_is_static_output)
@@ -102,19 +102,20 @@ def _call_partial(
     return fn(*args, **{**dict(partial_kwargs), **kwargs})
 
 
-def _as_pytree(fn: Any) -> Any:
+def as_pytree(fn: Any) -> Any:
     """The callable with the arrays inside it visible: bound methods and partials are opened."""
     if isinstance(fn, types.MethodType):
         return jax.tree_util.Partial(fn.__func__, fn.__self__)
     if type(fn) is ft.partial:
         keywords = tuple(fn.keywords.items())
-        return jax.tree_util.Partial(_call_partial, _as_pytree(fn.func), keywords, *fn.args)
+        return jax.tree_util.Partial(_call_partial, as_pytree(fn.func), keywords, *fn.args)
     return fn
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """The name of the function, or of the class of the callable, inside partials of any kind."""
     while isinstance(fn, ft.partial):
-        fn = fn.func
+        fn = fn.args[0] if fn.func is _call_partial else fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 
