@@ -16,9 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ._trace import is_array
-
-Tree: TypeAlias = "int | tuple[Tree, ...]"
+Tree: TypeAlias = int | tuple[Any, ...]  # of trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +192,14 @@ def _binomial_tree(layers: int, snapshots: int) -> tuple[Tree, ...]:
 def _split(layers: int, snapshots: int) -> int:
     """How far to go to the next snapshot, so that the fewest steps are taken in all."""
 
-    def cost(size: int) -> float:
+    def cost(size: int) -> int | float:
         return size + _advances(size, snapshots) + _advances(layers - size, snapshots - 1)
 
     return min(range(1, layers), key=cost)
 
 
 @ft.lru_cache(maxsize=4096)
-def _advances(layers: int, snapshots: int) -> float:
+def _advances(layers: int, snapshots: int) -> int | float:
     """Steps without differentiation that reversing so many layers takes: r N − C(s + r, r − 1)."""
     if layers == 1:
         return 0
@@ -231,36 +229,31 @@ def nested_scan(
     """
     if levels == 1 or length == 1:
         return jax.lax.scan(body, carry, xs, length)
-    groups = [(s, len(list(g))) for s, g in itertools.groupby(_segments(length, levels, each))]
     start, results = 0, []
-    for size, count in groups:
-        part = jax.tree.map(ft.partial(_part, start=start, count=count, size=size), xs)
+    for size, group in itertools.groupby(_segments(length, levels, each)):
+        count = len(list(group))
+        part = xs
+        if size * count < length:
+            part = jax.tree.map(lambda a: a[start : start + size * count], xs)
+        if size == each == 1:
+            carry, ys = jax.lax.scan(body, carry, part)
+        else:
+            carry, ys = _scan_segments(body, carry, part, size, count, levels, each)
         start += size * count
-        carry, ys = _scan_segments(body, carry, part, size, count, levels, each)
         results.append(ys)
-    return carry, jax.tree.map(_join, *results)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
 
 
 def _scan_segments(
     body: Any, carry: Any, xs: Any, size: int, count: int, levels: int, each: int
 ) -> tuple[Any, Any]:
-    """`count` segments of `size` steps; `xs` and results have these two axes first."""
+    """A scan over `count` segments of `size` steps each."""
 
     def segment(carry: Any, xs: Any) -> tuple[Any, Any]:
         return nested_scan(body, carry, xs, size, levels - 1, each)
 
     # XLA inlines a loop that runs once; the recomputation must then not be merged with what it repeats.
-    return jax.lax.scan(jax.checkpoint(segment, prevent_cse=count == 1), carry, xs, count)
-
-
-def _part(array: Any, start: int, count: int, size: int) -> Any:
-    if not is_array(array):
-        return array
-    if start or array.shape[0] > count * size:
-        array = array[start : start + count * size]
-    return jnp.reshape(array, (count, size, *array.shape[1:]))
-
-
-def _join(*parts: Any) -> Any:
-    flat = [jnp.reshape(p, (p.shape[0] * p.shape[1], *p.shape[2:])) for p in parts]
-    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+    checkpointed = jax.checkpoint(segment, prevent_cse=count == 1)
+    xs = jax.tree.map(lambda a: jnp.reshape(a, (count, size, *a.shape[1:])), xs)
+    carry, ys = jax.lax.scan(checkpointed, carry, xs, count)
+    return carry, jax.tree.map(lambda y: jnp.reshape(y, (count * size, *y.shape[2:])), ys)

@@ -7,7 +7,7 @@ from jaxtyping import PRNGKeyArray
 
 from ._isolation import check_isolation
 from ._nested import Nested
-from ._periods import Stacked
+from ._periods import Stacked, unstack_layers
 from ._policies import resolve
 from ._stack_layer import PerLayer, as_layers, check_order, expand, for_each
 from ._stack_run import Run, segment_runner
