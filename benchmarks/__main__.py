@@ -34,6 +34,7 @@ ISOLATION: dict[str, dict[str, Stack]] = {
     },
 }
 DEPTHS = (4, 8, 16, 32)
+STACKS = {"h100:8": (16, 32, 64), "tpu7x:2x2x1": (12,)}
 
 
 def isolation(options: argparse.Namespace) -> None:
@@ -63,6 +64,19 @@ def headline(options: argparse.Namespace) -> None:
                 key = {"case": case, "target": target, "configuration": way}
                 make = functools.partial(program.program, target, way)
                 _measured("headline", key, make, options)
+
+
+def stacks(options: argparse.Namespace) -> None:
+    """`run_stack`: periods, overlap, nested schedules, offload and blocks, by depth."""
+    from .stacks import WAYS, program
+
+    for target, depths in STACKS.items():
+        for layers in depths:
+            for way in WAYS:
+                key = {"case": f"{layers} layers", "target": target, "configuration": way}
+                key["layers"] = layers
+                make = functools.partial(program, Stack(layers), way)
+                _measured("stacks", key, make, options)
 
 
 def overhead(options: argparse.Namespace) -> None:
@@ -228,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (isolation, depth, headline, overhead, tables):
+    for run in (isolation, depth, headline, stacks, overhead, tables):
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.add_argument("--only", metavar="CASE", help="one case")
         command.add_argument("--target", metavar="T", help="one target")
