@@ -101,9 +101,10 @@ class Nested:
     def evaluations(self, layers: int) -> int:
         """How often layers run forward in one gradient: in the forward pass, and recomputed.
 
-        The last layer of a segment is not run when only the inputs of the layers in it are wanted. A
-        loop over [`remat_scan.Stacked`][] layers runs it all the same: there it is
-        `(levels + 1) * layers`, and less where a segment has one layer only.
+        Exact for a list of layers under `isolation="barrier"` and `"none"`. The last layer of a segment
+        is then not run when only the inputs of the layers in it are wanted; inside a loop it is run all
+        the same. Under `isolation="loop"` and in a [`remat_scan.Stacked`][] there are as many runs more
+        as there are segments: `(levels + 1) * layers` in all where segments have equal sizes.
 
         **Arguments:**
 
