@@ -101,10 +101,10 @@ class Nested:
     def evaluations(self, layers: int) -> int:
         """How often layers run forward in one gradient: in the forward pass, and recomputed.
 
-        Exact for a list of layers under `isolation="barrier"` and `"none"`. The last layer of a segment
-        is then not run when only the inputs of the layers in it are wanted; inside a loop it is run all
-        the same. Under `isolation="loop"` and in a [`remat_scan.Stacked`][] there are as many runs more
-        as there are segments: `(levels + 1) * layers` in all where segments have equal sizes.
+        Exact for a list of layers under `isolation="barrier"` and `"none"`: when the inputs of the parts
+        of a segment are wanted, the last part is not run. Inside a loop it is: under
+        `isolation="loop"` and in a [`remat_scan.Stacked`][] it is `(levels + 1) * layers` in all where
+        segments have equal sizes.
 
         **Arguments:**
 
