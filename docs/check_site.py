@@ -93,7 +93,9 @@ class Visit:
         self._page.on("pageerror", lambda error: self._blame(f"script: {error}"))
 
     def _blame(self, what: str) -> None:
-        self.problems.append(f"{self._title} {self._scheme} /{self._path}: {what}")
+        where = f"{self._title} {self._scheme}".strip()
+        self.problems.append(f"{where} /{self._path}: {what}")
+        print(f"- {self.problems[-1]}", flush=True)
 
     def _only_here(self, route: Any) -> None:
         if route.request.url.startswith((self._root, "data:", "blob:")):
@@ -195,10 +197,7 @@ def main() -> int:
         print(f"None of {', '.join(BROWSERS)} is on the path: install one, or set CHROMIUM to it.",
               file=sys.stderr)  # fmt: skip
         return 1
-    problems = check(site, browser, pictures)
-    for problem in problems:
-        print(f"- {problem}")
-    return 1 if problems else 0
+    return 1 if check(site, browser, pictures) else 0
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ def hooks():
     "name", ["../README.md", *(n for n in NAMES if BLOCK.search((DOCS / n).read_text()))]
 )
 def test_code_of_a_page_runs(name):
+    if name == "migrating.md":
+        pytest.importorskip("flax", reason="the page migrates from it")
     text = (DOCS / name).read_text()
     namespace = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
