@@ -19,9 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hooks import EXAMPLES, ROOT, as_notebook
 
 SECONDS, TOO_LONG = 600, 120
-os.environ.setdefault(
-    "JAX_PLATFORMS", "cpu"
-)  # plugins that only compile must not look for hardware
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for kernels: plugins must not look for hardware
 
 
 def run(script: Path) -> str | None:
