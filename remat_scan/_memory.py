@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.export
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ._compile import Compiled, Job, compile_here, compile_in_child
 from ._flops import count_flops
@@ -156,6 +156,9 @@ def memory_report(
     memory_report(step, weights, batch, target="tpu7x:2x2x1")
     ```
 
+    If `step` names a mesh, the arguments' must be the same one. A mesh of devices that are here,
+    such as simulated ones, will do for any target too.
+
     Arguments without shardings are for one device of the target. Programs for TPU and GPU are
     compiled in a child process, so that a crash of the compiler is an error and not the end of this
     session.
@@ -211,8 +214,8 @@ def _export(
     meshes: dict[Any, AbstractMesh] = {}
     described = [_describe(getattr(x, "sharding", None)) for x in arrays]
     avals = [
-        jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=_abstract(d, meshes))
-        for x, d in zip(arrays, described, strict=True)
+        jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=traced_sharding(x, meshes))
+        for x in arrays
     ]
 
     def program(*arrays: Any) -> Any:
@@ -236,7 +239,8 @@ class _AnyCustomCall:
     @staticmethod
     def checks() -> list[Any]:
         names = ("tpu_custom_call", "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax",
-                 "__cudnn$fmhaSoftmaxBackward", "mosaic_gpu_v2", "xla.sdy.FuncResultSharding",
+                 "__cudnn$fmhaSoftmaxBackward", "__cudnn$fmhaScaleBiasSoftmax",
+                 "__cudnn$fmhaScaleBiasSoftmaxBackward", "mosaic_gpu_v2", "xla.sdy.FuncResultSharding",
                  "annotate_device_placement", "Sharding", "__gpu$xla.gpu.ptx")  # fmt: skip
         check = jax.export.DisabledSafetyCheck
         return [check.custom_call(name) for name in names]
@@ -277,17 +281,22 @@ def _describe(sharding: Any) -> Any:
     return axes, sharding.spec, kind if kind in ("pinned_host", "unpinned_host") else None
 
 
-def _abstract(described: Any, meshes: dict[Any, AbstractMesh]) -> NamedSharding | None:
-    if described is None:
+def traced_sharding(x: Any, meshes: dict[Any, AbstractMesh]) -> NamedSharding | None:
+    """The sharding of an array to trace with. A mesh with devices stays: the program may name it too,
+    and some primitives, such as cuDNN's attention, are lowered for nothing less."""
+    if (described := _describe(getattr(x, "sharding", None))) is None:
         return None
     axes, spec, kind = described
-    if axes not in meshes:
-        meshes[axes] = AbstractMesh(
-            tuple(size for _, size, _ in axes),
-            tuple(name for name, _, _ in axes),
-            axis_types=tuple(AxisType[type_] for *_, type_ in axes),
-        )
-    return NamedSharding(meshes[axes], spec, memory_kind=kind)
+    mesh: Mesh | AbstractMesh = x.sharding.mesh
+    if not isinstance(mesh, Mesh):
+        if axes not in meshes:
+            meshes[axes] = AbstractMesh(
+                tuple(size for _, size, _ in axes),
+                tuple(name for name, _, _ in axes),
+                axis_types=tuple(AxisType[type_] for *_, type_ in axes),
+            )
+        mesh = meshes[axes]
+    return NamedSharding(mesh, spec, memory_kind=kind)
 
 
 def _argument_name(path: tuple[Any, ...]) -> str:

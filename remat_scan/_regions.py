@@ -11,7 +11,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from ._isolation import LOOP_TAG
-from ._memory import _abstract, _describe
+from ._memory import traced_sharding
 from ._trace import is_array
 
 MARK = "remat_scan.layer."  # in the names of operations: which region they belong to
@@ -206,10 +206,9 @@ def flat_program(
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
     meshes: dict[Any, Any] = {}
-    shardings = [_abstract(_describe(getattr(x, "sharding", None)), meshes) for x in arrays]
     avals = [
-        jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=s)
-        for x, s in zip(arrays, shardings, strict=True)
+        jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=traced_sharding(x, meshes))
+        for x in arrays
     ]
 
     def program(*arrays: Any) -> list[Any]:

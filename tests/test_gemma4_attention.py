@@ -1,6 +1,7 @@
 """Every kernel against plain attention, and plain attention against a loop over queries."""
 
 import functools as ft
+import types
 
 import pytest
 
@@ -240,6 +241,45 @@ def test_what_does_not_fit_is_said():
     q, k, v, _ = arrays(D=512, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="a head size up to 128"):
         attention(q, k, v, Mask(), "cudnn")
+    mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
+    with pytest.raises(ValueError, match="cannot be lowered on an abstract mesh"):
+        attention(q, k, v, Mask(), Sharded("cudnn", mesh, "fsdp"))
+
+
+# Backend, compute capability, head size, length, dtype, what the mask has, and the kernel to take.
+AUTO = [
+    ("gpu", "9.0", 256, 2048, "bfloat16", {}, "cudnn"),  # E2B's sliding layers
+    ("gpu", "9.0", 256, 2048, "bfloat16", {"window": 512}, "cudnn"),
+    ("gpu", "9.0", 512, 2048, "bfloat16", {}, "blockwise"),  # its full ones
+    ("gpu", "8.0", 256, 2048, "bfloat16", {}, "blockwise"),
+    ("gpu", "8.0", 128, 2048, "bfloat16", {}, "cudnn"),
+    ("gpu", "9.0", 256, 2048, "float32", {}, "blockwise"),
+    ("gpu", "9.0", 256, 2048, "bfloat16", {"valid": True}, "blockwise"),
+    ("gpu", "9.0", 256, 2048, "bfloat16", {"segments": True}, "blockwise"),
+    ("gpu", "9.0", 256, 512, "bfloat16", {"q_offset": jnp.int32(3)}, "plain"),
+    ("tpu", "", 256, 2048, "float32", {"valid": True, "window": 7}, "splash"),
+    ("tpu", "", 64, 2048, "float32", {}, "blockwise"),
+    ("tpu", "", 256, 100, "float32", {}, "plain"),
+    ("cpu", "", 256, 2048, "bfloat16", {}, "blockwise"),
+    ("cpu", "", 256, 512, "bfloat16", {}, "plain"),
+]
+
+
+@pytest.mark.parametrize(("backend", "capability", "D", "T", "dtype", "mask", "wanted"), AUTO)
+def test_auto_takes_the_best_that_applies(
+    monkeypatch, backend, capability, D, T, dtype, mask, wanted
+):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    for name in KERNELS:
+        monkeypatch.setitem(KERNELS, name, lambda *_, name=name: taken.append(name))
+    per_token = {"valid": jnp.ones((1, T), bool), "segments": jnp.zeros((1, T), int)}
+    mask = Mask(**{k: per_token[k] if v is True else v for k, v in mask.items()})
+    taken = []
+    q = jax.ShapeDtypeStruct((1, T, 2, D), dtype)
+    attention(q, q, q, mask)
+    assert taken == [wanted]
 
 
 def test_own_kernels():
@@ -299,15 +339,22 @@ def test_splash_compiles_for_tpu(D, window, padded):
     assert report.temporaries < 8 * 1024**2 * 4
 
 
-def cudnn_gradient(window, padded, T):
-    """Attention by cuDNN on one device, with the library that this needs even to be traced."""
-    B, N, D = 2, 8, 128
-    q = jax.ShapeDtypeStruct((B, T, N, D), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((B, T, 1, D), jnp.bfloat16)
-    valid = jax.ShapeDtypeStruct((B, T), jnp.bool_)
+def cudnn_gradient(window, padded, T, devices=1):
+    """Attention by cuDNN, with the library that this needs even to be traced, on devices that are
+    here: its partitioning is written in Python, which JAX runs for no abstract mesh."""
+    B, N, D = 8, 8, 128
+    kernel, rows = "cudnn", None
+    if devices > 1:
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((devices,), ("fsdp",), auto, devices=jax.devices()[:devices])
+        kernel = Sharded("cudnn", mesh, "fsdp")
+        rows = jax.sharding.NamedSharding(mesh, PartitionSpec("fsdp"))
+    q = jax.ShapeDtypeStruct((B, T, N, D), jnp.bfloat16, sharding=rows)
+    k = jax.ShapeDtypeStruct((B, T, 1, D), jnp.bfloat16, sharding=rows)
+    valid = jax.ShapeDtypeStruct((B, T), jnp.bool_, sharding=rows)
 
     def loss(q, k, v, valid):
-        out = attention(q, k, v, Mask(window, valid=valid if padded else None), "cudnn")
+        out = attention(q, k, v, Mask(window, valid=valid if padded else None), kernel)
         return (out.astype(jnp.float32) ** 2).sum()
 
     gradient = jax.grad(loss, (0, 1, 2))
@@ -322,16 +369,18 @@ def cudnn_gradient(window, padded, T):
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 512])
-def test_cudnn_compiles_for_gpu(window):
-    gradient, shapes = cudnn_gradient(window, False, 1001)
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("window", "padded"), [(None, False), (512, False), (512, True)])
+def test_cudnn_compiles_for_gpu(window, padded, devices):
+    gradient, shapes = cudnn_gradient(window, padded, 2001, devices)
     try:
-        report = memory_report(gradient, *shapes, target="h100")
+        report = memory_report(gradient, *shapes, target=f"h100:{devices}")
     except MissingPluginError as error:
         pytest.skip(str(error))
     assert report.fits
-    # Linear memory: the scores would be 2 * 8 heads * 1001**2 * 2 bytes.
-    assert report.temporaries < 2 * 8 * 1001**2 * 2
+    assert report.devices == devices
+    # Linear memory, but for a mask, which all heads share: scores would take this much twice.
+    assert report.temporaries < 8 // devices * 8 * 2001**2
 
 
 @pytest.mark.parametrize("T", [10, 11])

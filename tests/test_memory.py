@@ -11,7 +11,9 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import remat_scan._compile as compile_
@@ -228,6 +230,23 @@ def test_compare_reports():
     assert compare_reports({"a": report}).reports["a"] is report
     with pytest.raises(ValueError, match="no report"):
         compare_reports([])
+
+
+@pytest.mark.parametrize("target", ["cpu:4", GPU])
+def test_a_program_may_name_a_mesh_of_the_devices_here(target):
+    """As some primitives need: those whose partitioning is written in Python, cuDNN's attention too."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    square = custom_partitioning(lambda x: x @ x.T)
+    square.def_partition(
+        partition=lambda *_: pytest.fail("each device has its own"),
+        infer_sharding_from_operands=None,
+        sharding_rule="i j -> i k",
+    )
+    rows = PartitionSpec("d")
+    fn = jax.shard_map(square, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    x = jax.device_put(np.ones((64, 32), np.float32), NamedSharding(mesh, rows))
+    report = memory_report(fn, x, target=target)
+    assert (report.devices, report.arguments) == (4, 16 * 32 * 4)
 
 
 def test_more_devices_than_the_target_has():

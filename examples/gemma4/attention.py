@@ -82,7 +82,9 @@ def attention(q: Query, k: Key, v: Key, mask: Mask, kernel: Kernel = "auto") -> 
 
     - `kernel`: `"plain"` (any device, memory `T * S`), `"blockwise"` (any device, memory linear in
         the length forward and backward), `"splash"` (TPU), `"cudnn"` (NVIDIA, half precision, head
-        size up to 128, from Hopper on 256; memory `T * S` where padding or segments are given),
+        size up to 128, from Hopper on 256; memory `T * S` where padding or segments are given; the
+        256 and partitioning over devices ask the devices themselves, so ahead of time it compiles
+        for head sizes up to 128, on a mesh of simulated devices, not on an abstract one),
         `"auto"`: the best of these for the shapes and for the backend JAX runs on *now*, so name
         one when you compile for another. Or any function with the signature of a kernel, such as
         `Sharded`.
@@ -123,6 +125,11 @@ class Sharded:
     heads: str | None = None
 
     def __call__(self, q: Query, k: Key, v: Key, mask: Mask) -> Query:
+        if self.kernel == "cudnn" and isinstance(self.mesh, AbstractMesh):
+            raise ValueError(
+                "cuDNN attention cannot be lowered on an abstract mesh: JAX partitions it with the "
+                "devices at hand. Give a mesh of simulated CPU devices, or kernel='blockwise'"
+            )
         size = 1 if self.heads is None else self.mesh.shape[self.heads]
         if k.shape[2] % size and k.shape[2] > 1:
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
