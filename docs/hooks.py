@@ -2,8 +2,9 @@
 
 - `{{ peak: case / target / way }}` in a page: GiB from `benchmarks/results/isolation.json`;
 - `{{ alive: way }}`: the same from `schedule.json`, the program that the plots are drawn from;
+- `{{ report: way }}`: the report of that program; `{{ table: name }}`: all rows of a result file,
+  `{{ peaks: name }}`: their peaks, side by side;
 - `{{ printed }}`: what the block of code before it prints; the code of such a page is run;
-- `{{ report: way }}`: the report of that program; `{{ table: name }}`: all rows of a result file;
 - `{{ examples }}`: the list of examples, each with a page and a notebook made from its script;
 - `plots/*.svg`: plots, each for light and for dark pages.
 """
@@ -88,7 +89,7 @@ def _table(name: str) -> str:
             lines.append(f"| {r['configuration']} | {' | '.join(ratios)} |")
         return "\n".join(lines)
     lines = ["| case | target | configuration | peak | needs | host | TFLOP |", "|---" * 7 + "|"]
-    for r in load(name):
+    for r in sorted(load(name), key=lambda r: (r["target"], r.get("layers", 0), r["case"])):
         sizes = [gib(r.get(f"{figure}_bytes")) for figure in ("peak", "needs", "host")]
         lines.append(
             f"| {r['case']} | {r['target']} | {r['configuration']} | {' | '.join(sizes)} | "
@@ -97,6 +98,18 @@ def _table(name: str) -> str:
     packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
     used = sorted({f"{p} {r[p]}" for r in load(name) for p in packages if p in r})
     return "\n".join(lines) + f"\n\nGiB a device. {', '.join(used)}."
+
+
+def _peaks(name: str) -> str:
+    """The peaks alone: a row for each case and target, a column for each configuration."""
+    rows = load(name)
+    ways = list(dict.fromkeys(r["configuration"] for r in rows))
+    lines = [f"| case | target | {' | '.join(ways)} |", "|---|---|" + "--:|" * len(ways)]
+    for case, target in dict.fromkeys((r["case"], r["target"]) for r in rows):
+        peaks = {r["configuration"]: gib(r["peak_bytes"]) for r in rows
+                 if (r["case"], r["target"]) == (case, target)}  # fmt: skip
+        lines.append(f"| {case} | {target} | {' | '.join(peaks.get(w, '–') for w in ways)} |")
+    return "\n".join(lines)
 
 
 def _examples(_: str) -> str:
@@ -110,6 +123,7 @@ _FILL = {
     "found": lambda way: gib(_alive_row(way)["peak_found_bytes"]),
     "report": _report,
     "table": _table,
+    "peaks": _peaks,
     "examples": _examples,
 }
 
