@@ -7,7 +7,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: plugins must not look for hardware
@@ -18,22 +17,12 @@ import jax.numpy as jnp
 from remat_scan import MissingPluginError, memory_report
 from remat_scan._targets import check_installed, parse_target, versions
 
-from .results import load, measure, save
-from .stack import WAYS, Stack
+from .results import measure, save
+from .stack import ISOLATION, WAYS, Stack
+from .tables import tables
 
-ROOT = Path(__file__).parent.parent
-
-# case -> target -> what is compiled
-ISOLATION: dict[str, dict[str, Stack]] = {
-    "FSDP over 8": {"h100:8": Stack(16), "tpu7x:2x2x1": Stack(12)},
-    "FSDP over 8, SiLU": {"h100:8": Stack(16, 1536, 6144, length=4096, activation="silu")},
-    "FSDP over 8, GELU, smaller": {"h100:8": Stack(16, 1536, 6144, length=4096)},
-    "one device": {
-        "h100": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
-        "tpu7x:2x2x1": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
-    },
-}
-DEPTHS = (4, 8, 16, 32)
+DEPTHS = (4, 8, 16, 32, 64)
+LENGTHS = (2048, 4096, 8192, 16384, 32768)
 STACKS = {"h100:8": (16, 32, 64), "tpu7x:2x2x1": (12,)}
 
 
@@ -52,6 +41,14 @@ def depth(options: argparse.Namespace) -> None:
     for layers in DEPTHS:
         for way in ("jax.checkpoint", "loop", "barrier", "loop, input on host"):
             _row("depth", f"{layers} layers", "h100:8", way, Stack(layers), options)
+
+
+def length(options: argparse.Namespace) -> None:
+    """Peak as a function of the tokens of each device, 16 layers on h100:8."""
+    for tokens in LENGTHS:
+        for way in ("jax.checkpoint", "loop", "barrier"):
+            stack = Stack(16, batch=1, length=tokens)
+            _row("length", f"{tokens} tokens", "h100:8", way, stack, options, tokens=tokens)
 
 
 def headline(options: argparse.Namespace) -> None:
@@ -132,9 +129,15 @@ def overhead(options: argparse.Namespace) -> None:
 
 
 def _row(
-    name: str, case: str, target: str, way: str, stack: Stack, options: argparse.Namespace
+    name: str,
+    case: str,
+    target: str,
+    way: str,
+    stack: Stack,
+    options: argparse.Namespace,
+    **more: Any,
 ) -> None:
-    key = {"case": case, "target": target, "configuration": way, "layers": stack.layers}
+    key = {"case": case, "target": target, "configuration": way, "layers": stack.layers, **more}
     _measured(name, key, lambda: stack.program(way), options)
 
 
@@ -166,83 +169,11 @@ def _measured(
     print(f"{case:<28}{target:<14}{way:<24}{shown}")
 
 
-# -- Tables and plots ------------------------------------------------------------------------------
-
-
-def tables(options: argparse.Namespace) -> None:
-    """Writes the README's tables and the plots from the result files."""
-    del options
-    text = (ROOT / "README.md").read_text()
-    for name, make in (("isolation", _isolation_table), ("overhead", _overhead_table)):
-        begin, end = f"<!-- {name}: made by python -m benchmarks tables -->", f"<!-- end {name} -->"
-        if begin in text:
-            head, rest = text.split(begin)
-            text = head + begin + "\n" + make(load(name)) + "\n" + end + rest.split(end)[1]
-    (ROOT / "README.md").write_text(text)
-    try:
-        _plot_depth(load("depth"))
-    except ImportError:
-        print("no plot: pip install matplotlib", file=sys.stderr)
-
-
-def _isolation_table(rows: list[dict[str, Any]]) -> str:
-    ways = ["no remat", "jax.checkpoint", "loop", "barrier", "loop, input on host"]
-    lines = [
-        "| peak GiB a device | " + " | ".join(f"`{w}`" if "." in w else w for w in ways) + " |",
-        "|---" * (len(ways) + 1) + "|",
-    ]
-    found = {(r["case"], r["target"], r["configuration"]): r["peak_bytes"] for r in rows}
-    for case, targets in ISOLATION.items():
-        for target, stack in targets.items():
-            peaks = [found.get((case, target, way)) for way in ways]
-            if not any(peaks):
-                continue
-            best = min(p for p in peaks[:4] if p)
-            cells = [
-                "–" if p is None else f"**{p / 2**30:.2f}**" if p == best else f"{p / 2**30:.2f}"
-                for p in peaks
-            ]
-            lines.append(f"| {target}, {stack.layers} layers, {case} | {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n<sub>{', '.join(_versions(rows))}</sub>"
-
-
-def _versions(rows: list[dict[str, Any]]) -> list[str]:
-    packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
-    return sorted({f"{name} {row[name]}" for row in rows for name in packages if name in row})
-
-
-def _overhead_table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| 24 layers, CPU, × `jax.checkpoint` | trace | compile | step |", "|---|---|---|---|"]
-    lines += [
-        f"| {r['configuration']} | {r['trace_ratio']:.2f} | {r['compile_ratio']:.2f} | "
-        f"{r['step_ratio']:.2f} |"
-        for r in rows
-    ]
-    return "\n".join(lines)
-
-
-def _plot_depth(rows: list[dict[str, Any]]) -> None:
-    import matplotlib.pyplot as plt
-
-    if not rows:
-        return
-    fig, ax = plt.subplots(figsize=(6, 3.6))
-    for way in dict.fromkeys(r["configuration"] for r in rows):
-        points = sorted((r["layers"], r["peak_bytes"]) for r in rows if r["configuration"] == way)
-        ax.plot([n for n, _ in points], [p / 2**30 for _, p in points], "o-", label=way)
-    ax.set(xlabel="layers", ylabel="peak, GiB a device", title="h100:8, gated MLP, FSDP", ylim=0)
-    ax.grid(alpha=0.3)
-    ax.legend()
-    path = ROOT / "docs" / "depth.svg"
-    path.parent.mkdir(exist_ok=True)
-    fig.savefig(path, bbox_inches="tight", metadata={"Date": None})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (isolation, depth, headline, stacks, overhead, tables):
+    for run in (isolation, depth, length, headline, stacks, overhead, tables):
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.add_argument("--only", metavar="CASE", help="one case")
         command.add_argument("--target", metavar="T", help="one target")

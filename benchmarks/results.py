@@ -1,6 +1,7 @@
 """Result files: one list of rows for each sub-command, each row remade only when it is missing."""
 
 import json
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +30,18 @@ def measure(
     versions: dict[str, str],
     make: Callable[[], MemoryReport],
     again: bool,
+    more: Callable[[MemoryReport], dict[str, Any]] = lambda _: {},
 ) -> dict[str, Any]:
-    """The row for `key` and these versions from the file, or a new one, which is stored at once."""
+    """The row for `key` and these versions from the file, or a new one, which is stored at once.
+
+    `compile_seconds` is the wall's time, and depends on what else the machine does; `cpu_seconds` is
+    the compiling process's own, its start included. `more` adds figures of its own.
+    """
     rows = load(name)
     for row in rows:
         if all(row.get(k) == v for k, v in (key | versions).items()) and not again:
             return row
+    before = _cpu_seconds()
     report = make()
     row = key | {
         "needs_bytes": report.needs,
@@ -43,12 +50,19 @@ def measure(
         "host_bytes": report.host,
         "flops": report.flops,
         "compile_seconds": round(report.compile_seconds, 1),
+        "cpu_seconds": round(_cpu_seconds() - before, 1),
+        **more(report),
         **versions,
         "commit": commit(),
     }
     kept = [r for r in load(name) if any(r[k] != v for k, v in key.items())]
     save(name, [*kept, row])
     return row
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def commit() -> str:

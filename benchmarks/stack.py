@@ -80,7 +80,23 @@ class Stack:
 
 
 def gated_mlp(activation: Callable[[jax.Array], jax.Array], w: Any, x: jax.Array) -> jax.Array:
-    h = x.astype(jnp.float32)
-    h = (h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    h = rms_norm(x)
     gate, up, down = (w[name].astype(x.dtype) for name in ("gate", "up", "down"))
     return x + (activation(h @ gate) * (h @ up)) @ down
+
+
+def rms_norm(x: jax.Array) -> jax.Array:
+    h = x.astype(jnp.float32)
+    return (h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+# case -> target -> what is compiled
+ISOLATION: dict[str, dict[str, Stack]] = {
+    "FSDP over 8": {"h100:8": Stack(16), "tpu7x:2x2x1": Stack(12)},
+    "FSDP over 8, SiLU": {"h100:8": Stack(16, 1536, 6144, length=4096, activation="silu")},
+    "FSDP over 8, GELU, smaller": {"h100:8": Stack(16, 1536, 6144, length=4096)},
+    "one device": {
+        "h100": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
+        "tpu7x:2x2x1": Stack(35, batch=8, length=24576, devices=1, width=1536, hidden=6144),
+    },
+}

@@ -38,9 +38,20 @@ def test_growth_with_depth_is_what_the_policy_keeps(way):
     found = {r["layers"]: r["peak_bytes"] for r in rows("depth", configuration=way)}
     kept = 8 * 8192 * 2048 * 2 + 3 * 2048 * 8192 * 4 // 8
     depths = sorted(found)
-    assert depths == [4, 8, 16, 32]
+    assert depths == [4, 8, 16, 32, 64]
     for shallow, deep in itertools.pairwise(depths):
         assert (found[deep] - found[shallow]) / (deep - shallow) <= 1.15 * kept
+
+
+@pytest.mark.parametrize(("way", "most"), [("loop", 0.36), ("barrier", 0.34)])
+def test_growth_with_length(way, most):
+    """Against `jax.checkpoint`, from 8192 tokens on, where activations are more than weights."""
+    found, plain = (
+        {r["tokens"]: r["peak_bytes"] for r in rows("length", configuration=w)}
+        for w in (way, "jax.checkpoint")
+    )
+    assert sorted(found) == [2048, 4096, 8192, 16384, 32768]
+    assert found[32768] - found[8192] <= most * (plain[32768] - plain[8192])
 
 
 @pytest.mark.parametrize("way", ["loop", "barrier", "both"])
@@ -51,7 +62,7 @@ def test_overhead_on_cpu(way):
     assert row["step_ratio"] <= 1.05
 
 
-@pytest.mark.parametrize("name", ["isolation", "depth", "overhead"])
+@pytest.mark.parametrize("name", ["isolation", "depth", "length", "overhead"])
 def test_rows_say_where_they_come_from(name):
     for row in rows(name):
         assert {"case", "target", "configuration", "jax", "jaxlib"} <= set(row)
