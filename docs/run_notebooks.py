@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -27,7 +28,9 @@ def run(script: Path) -> str | None:
     notebook = nbformat.reads(as_notebook(script), as_version=4)
     nbformat.validate(notebook)
     start = time.monotonic()
-    client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": ROOT}})
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # not over the network
+    place = {"metadata": {"path": ROOT}}
+    client = NotebookClient(notebook, km=kernel, timeout=SECONDS, resources=place)
     try:
         client.execute()
     except CellExecutionError as error:

@@ -101,8 +101,8 @@ class Nested:
     def evaluations(self, layers: int) -> int:
         """How often layers run forward in one gradient: in the forward pass, and recomputed.
 
-        Exact for a list of layers under `isolation="barrier"` and `"none"`: when the inputs of the parts
-        of a segment are wanted, the last part is not run. Inside a loop it is: under
+        Exact for a list of layers under `isolation="barrier"` and `"none"`: when the inputs of the
+        parts of a segment are wanted, the last part is not run. Inside a loop it is: under
         `isolation="loop"` and in a [`remat_scan.Stacked`][] it is `(levels + 1) * layers` in all where
         segments have equal sizes.
 

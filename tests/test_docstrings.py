@@ -60,11 +60,12 @@ train_step = step = jax.grad(loss)
 layer = lambda w, x: jnp.tanh(x @ w)
 """
 GIVEN_TO = {
+    ("Nested", 0): "blocks = [Dense(k) for k in keys(8)]",
     ("memory_report", 1): """
 def step(w, x):
     return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
 batch = jax.ShapeDtypeStruct((8, 4096), "float32")
-"""
+""",
 }
 
 
