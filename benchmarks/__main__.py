@@ -14,10 +14,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: plugins must not lo
 import jax
 import jax.numpy as jnp
 
-from remat_scan import MissingPluginError, memory_report
+from remat_scan import MemoryReport, MissingPluginError, memory_report
 from remat_scan._targets import check_installed, parse_target, versions
 
-from .results import measure, save
+from .overlap import collectives
+from .results import commit, load, measure, save
 from .stack import ISOLATION, WAYS, Stack
 from .tables import tables
 
@@ -74,6 +75,58 @@ def stacks(options: argparse.Namespace) -> None:
                 key["layers"] = layers
                 make = functools.partial(program, Stack(layers), way)
                 _measured("stacks", key, make, options)
+
+
+def overlap(options: argparse.Namespace) -> None:
+    """Collectives beside compute, in the program and in its loops, and on TPU XLA's estimated cycles.
+
+    The estimate is the compiler's own weight of each instruction, as if it ran alone, summed along the
+    schedule: waiting for a collective that nothing hides is not in it, nor is contention for memory.
+    It compares programs for one target; it predicts no step time."""
+    from .stacks import WAYS, program
+
+    for target, layers in {"h100:8": 16, "tpu7x:2x2x1": 8}.items():
+        stack = Stack(layers)
+        ways: dict[str, Callable[[], Any]] = {
+            way: functools.partial(stack.program, way)
+            for way in ("jax.checkpoint", "loop", "barrier", "both")
+        }
+        for way in ("overlap 1", "overlap 2", "periods"):
+            options_of = WAYS[way].options
+            name = f"barrier, {way}" if "overlap" in options_of else way
+            ways[name] = functools.partial(program, stack, way)
+        for way, make in ways.items():
+            key = {"case": f"{layers} layers", "target": target, "configuration": way}
+            key["layers"] = layers
+            _measured("overlap", key, make, options, lambda report: collectives(report.hlo))
+
+
+def peers(options: argparse.Namespace) -> None:
+    """One decoder under `jax.checkpoint`, Equinox, Flax, Haliax and this library; CPU times too.
+
+    FLOPs count each loop over attention's blocks of keys once: how often it runs depends on data."""
+    from .peers import DECODERS, PEERS, Decoder, installed, on_cpu, trace_seconds
+
+    for target, depths in DECODERS.items():
+        for layers in depths:
+            for way in filter(installed, PEERS):
+                key = {"case": f"{layers} layers", "target": target, "configuration": way}
+                key["layers"] = layers
+                make = functools.partial(Decoder(layers).program, way)
+                _measured(
+                    "peers",
+                    key,
+                    make,
+                    options,
+                    lambda report, m=make: (
+                        {"trace_seconds": round(trace_seconds(m()), 2)} | collectives(report.hlo)
+                    ),
+                )
+    if not (options.only or options.way) and options.target in (None, "cpu"):
+        rows = [r | versions(parse_target("cpu")) | {"commit": commit()} for r in on_cpu(20)]
+        save("peers", [r for r in load("peers") if r["target"] != "cpu"] + rows)
+        for r in rows:
+            print(f"{r['configuration']:<40}{r['step_ratio']:.2f} x")
 
 
 def overhead(options: argparse.Namespace) -> None:
@@ -146,6 +199,7 @@ def _measured(
     key: dict[str, Any],
     program: Callable[[], tuple[Any, ...]],
     options: argparse.Namespace,
+    more: Callable[[MemoryReport], dict[str, Any]] = lambda _: {},
 ) -> None:
     case, target, way = key["case"], key["target"], key["configuration"]
     for wanted, given in ((options.only, case), (options.target, target), (options.way, way)):
@@ -163,7 +217,7 @@ def _measured(
         step, *args = program()
         return memory_report(step, *args, target=target)
 
-    row = measure(name, key, versions(where), make, options.again)
+    row = measure(name, key, versions(where), make, options.again, more)
     peak = row["peak_bytes"]
     shown = f"{peak / 2**30:.2f} GiB" if peak is not None else "does not fit"
     print(f"{case:<28}{target:<14}{way:<24}{shown}")
@@ -173,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (isolation, depth, length, headline, stacks, overhead, tables):
+    for run in (isolation, depth, length, headline, stacks, overlap, peers, overhead, tables):
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.add_argument("--only", metavar="CASE", help="one case")
         command.add_argument("--target", metavar="T", help="one target")
