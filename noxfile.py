@@ -131,6 +131,19 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(python=NEWEST)
+def benchmarks(session: nox.Session) -> None:
+    """The benchmarks with all that they compare: `nox -s benchmarks -- peers`; see `-- --help`.
+
+    Without arguments only the peers' tests: what the benchmarks compile takes hours.
+    """
+    session.install("-e", ".[tpu-aot,gpu-aot]", *group("peers"))
+    if session.posargs:
+        session.run("python", "-m", "benchmarks", *session.posargs)
+    else:
+        session.run("python", "-m", "pytest", "tests/test_peers.py", "tests/test_overlap.py")
+
+
+@nox.session(python=NEWEST)
 def docs(session: nox.Session) -> None:
     """The documentation; `nox -s docs -- serve` shows it while it is written."""
     session.install("-e", ".[docs]")

@@ -14,6 +14,7 @@ _COLLECTIVE = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OFFLOADED = re.compile(r"called_computations=\{([^}]*)\}")  # to another core of a TPU
 _SYNCHRONOUS = re.compile(r'"is_sync":true')
 
 
@@ -74,7 +75,8 @@ class _Reader:
                 else:
                     yield times, in_loop, started
             elif ins.opcode.endswith("-update") and ins.operands[0] in running:
-                running[ins.name] = running.pop(ins.operands[0])
+                # Its operands come with the update: before that it could not run.
+                running[ins.name] = dataclasses.replace(running.pop(ins.operands[0]), beside=False)
             elif ins.opcode.endswith("-done") and ins.operands[0] in running:
                 ended = running.pop(ins.operands[0])
                 if _SYNCHRONOUS.search(ins.rest):
@@ -103,14 +105,14 @@ class _Reader:
         """The collective that an instruction starts, or is."""
         if _COLLECTIVE.match(ins.opcode):
             return _Running(self._moved(ins))
-        if ins.opcode in ("async-start", "fusion"):
+        if ins.opcode in ("async-start", "custom-call-start", "fusion"):
             inside = [
                 self._moved(i)
                 for called in self._called(ins)
                 for i in self._instructions(called)
                 if _COLLECTIVE.match(i.opcode)
             ]
-            return _Running(sum(inside)) if inside else None
+            return _Running(sum(inside), self._computes(ins)) if inside else None
         return None
 
     def _moved(self, ins: _Instruction) -> int:
@@ -125,7 +127,8 @@ class _Reader:
         return any(self._computes(i) for c in self._called(ins) for i in self._instructions(c))
 
     def _called(self, ins: _Instruction) -> list[str]:
-        names = [n.strip().lstrip("%") for c in _CALLED.findall(ins.rest) for n in c.split(",")]
+        found = _CALLED.findall(ins.rest) + _OFFLOADED.findall(ins.rest)
+        names = [n.strip().lstrip("%") for c in found for n in c.split(",")]
         return [n for n in names if n in self.module._computations]
 
     def _instructions(self, computation: str) -> list[_Instruction]:

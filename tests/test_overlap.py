@@ -31,6 +31,17 @@ HEAD = """HloModule m, is_scheduled=true
   ROOT %c = pred[] constant(true)
 }
 
+%gather (p: f32[8,8]) -> f32[64,8] {
+  %p.1 = f32[8,8]{1,0} parameter(0)
+  ROOT %g = f32[64,8]{1,0} all-gather(%p.1), dimensions={0}
+}
+
+%product_and_sum (p: f32[8,8]) -> f32[8,8] {
+  %p.2 = f32[8,8]{1,0} parameter(0)
+  %d.2 = f32[8,8]{1,0} dot(%p.2, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %r.2 = f32[8,8]{1,0} all-reduce(%d.2), to_apply=%sum
+}
+
 ENTRY %main (x: f32[8,8]) -> f32[8,8] {
   %x = f32[8,8]{1,0} parameter(0)
 """
@@ -97,3 +108,24 @@ def test_a_loop_with_a_product_is_compute():
         "  %s1 = f32[64,8]{1,0} all-gather-done(%s0)",
     )
     assert found["entry_beside_bytes"] == GATHERED
+
+
+def test_a_collective_on_another_core_of_a_tpu():
+    """Its operand comes with the update: the product before that is not beside it."""
+    product = "f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    lines = [
+        "  %c0 = ((), (), s32[8]{0}) custom-call-start(), called_computations={%gather}",
+        f"  %m0 = {product}",
+        "  %c1 = ((f32[8,8]{1,0}), f32[64,8]{1,0}, s32[8]{0}) custom-call-update(%c0, %x)",
+        "  %c2 = f32[64,8]{1,0} custom-call-done(%c1)",
+    ]
+    found = read(*lines)
+    assert (found["entry_bytes"], found["entry_beside_bytes"]) == (GATHERED, 0)
+    lines.insert(3, f"  %m1 = {product}")
+    found = read(*lines)
+    assert (found["entry_bytes"], found["entry_beside_bytes"]) == (GATHERED, GATHERED)
+
+
+def test_a_collective_fused_with_a_product():
+    found = read("  %f = f32[8,8]{1,0} fusion(%x), kind=kCustom, calls=%product_and_sum")
+    assert (found["entry_bytes"], found["entry_beside_bytes"]) == (ARRAY, ARRAY)
