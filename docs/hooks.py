@@ -4,6 +4,7 @@
 - `{{ alive: way }}`: the same from `schedule.json`, the program that the plots are drawn from;
 - `{{ report: way }}`: the report of that program; `{{ table: name }}`: all rows of a result file,
   `{{ peaks: name }}`: their peaks, side by side;
+- `{{ columns: name / target / column, column }}`: some columns of a result file's rows for a target;
 - `{{ printed }}`: what the block of code before it prints; the code of such a page is run;
 - `{{ examples }}`: the list of examples, each with a page and a notebook made from its script;
 - `plots/*.svg`: plots, each for light and for dark pages.
@@ -112,6 +113,29 @@ def _peaks(name: str) -> str:
     return "\n".join(lines)
 
 
+def _columns(key: str) -> str:
+    """Bytes as GiB, cycles in millions; a row that has none of the columns is left out."""
+    name, target, columns = key.split(" / ")
+    wanted = columns.split(", ")
+    heads = [re.sub("_(bytes|seconds|ratio)$", "", c).replace("_", " ") for c in wanted]
+    lines = [f"| configuration | {' | '.join(heads)} |", "|---|" + "--:|" * len(wanted)]
+    for r in load(name):
+        if r["target"] == target and any(r.get(c) is not None for c in wanted):
+            case = f"{r['case']}, " if len({q["case"] for q in load(name)}) > 1 else ""
+            cells = [_cell(column, r.get(column)) for column in wanted]
+            lines.append(f"| {case}{r['configuration']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if column.endswith("_bytes"):
+        return gib(int(value))
+    scale = {"flops": 1e12, "estimated_cycles": 1e6}.get(column, 1)
+    return f"{value / scale:,.{0 if scale > 1 else 2}f}"
+
+
 def _examples(_: str) -> str:
     return "\n".join(f"- [{_title(p)}](examples/{p.stem}.md)" for p in EXAMPLES)
 
@@ -124,6 +148,7 @@ _FILL = {
     "report": _report,
     "table": _table,
     "peaks": _peaks,
+    "columns": _columns,
     "examples": _examples,
 }
 
@@ -193,7 +218,12 @@ def plots() -> dict[str, str]:
             "legend.framealpha": 0.0,
         }
         with mpl.rc_context(style):
-            for name, draw in (("depth", _depth), ("alive", _alive), ("lives", _lives)):
+            for name, draw in (
+                ("depth", _depth),
+                ("length", _length),
+                ("alive", _alive),
+                ("lives", _lives),
+            ):
                 figure, text = draw(plt), io.StringIO()
                 figure.savefig(
                     text,
@@ -214,6 +244,18 @@ def _depth(plt: Any) -> Any:
         points = sorted((r["layers"], r["peak_bytes"]) for r in rows if r["configuration"] == way)
         ax.plot([n for n, _ in points], [p / GIB for _, p in points], "o-", label=way)
     ax.set(xlabel="layers", ylabel="peak, GiB a device", ylim=0)
+    ax.grid(alpha=0.3)
+    ax.legend()
+    return figure
+
+
+def _length(plt: Any) -> Any:
+    figure, ax = plt.subplots(figsize=(6, 3.6))
+    rows = load("length")
+    for way in dict.fromkeys(r["configuration"] for r in rows):
+        points = sorted((r["tokens"], r["peak_bytes"]) for r in rows if r["configuration"] == way)
+        ax.plot([n for n, _ in points], [p / GIB for _, p in points], "o-", label=way)
+    ax.set(xlabel="tokens a device", ylabel="peak, GiB a device", ylim=0)
     ax.grid(alpha=0.3)
     ax.legend()
     return figure

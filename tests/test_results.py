@@ -62,7 +62,21 @@ def test_overhead_on_cpu(way):
     assert row["step_ratio"] <= 1.05
 
 
-@pytest.mark.parametrize("name", ["isolation", "depth", "length", "overhead"])
+@pytest.mark.parametrize("name", ["isolation", "depth", "length", "overlap", "overhead"])
 def test_rows_say_where_they_come_from(name):
     for row in rows(name):
         assert {"case", "target", "configuration", "jax", "jaxlib"} <= set(row)
+
+
+@pytest.mark.parametrize(
+    ("way", "least", "most"),
+    [("barrier", 0.40, 0.50), ("loop", 0.40, 0.50), ("barrier, overlap 1", 0.80, 1.0)],
+)
+def test_what_runs_beside_compute(way, least, most):
+    """Isolation takes overlap away; a layer of overlap under the barrier gives it back."""
+    (row,) = rows("overlap", target="h100:8", configuration=way)
+    (plain,) = rows("overlap", target="h100:8", configuration="jax.checkpoint")
+    moved = row["entry_bytes"] + row["loop_bytes"]
+    assert moved == plain["entry_bytes"]
+    assert least <= (row["entry_beside_bytes"] + row["loop_beside_bytes"]) / moved <= most
+    assert row["peak_bytes"] <= 0.33 * plain["peak_bytes"]
