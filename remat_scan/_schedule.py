@@ -28,16 +28,55 @@ class Schedule:
     def __init__(self, text: str, regions: Sequence[Region]) -> None:
         self._module = Module(text)
         self._regions = regions
+        self._owners: dict[int, list[int]] = {}
+        self._find_owners()
         self._instructions = [
-            (i, int(m[-1]), name)
+            (i, region, _op_name(i))
             for c in self._module._computations.values()
             for i in c
-            if (m := MARKED.findall(name := _op_name(i)))
+            for region in self._owners.get(id(i), ())
         ]
         self.mixed: dict[int, tuple[_Instruction, int]] = {}
         self.late: dict[int, list[tuple[_Instruction, int]]] = {}
         for instructions in self._module._computations.values():
             self._read_order(instructions)
+
+    def _find_owners(self) -> None:
+        """Which regions each instruction works for: one, or several where they share a computation.
+
+        The names inside a loop's body can't be taken at their word. Layers alike are calls of one
+        function, and where XLA inlines these before it has copied the body for each, it puts the name
+        of every call in front of all that is inside. The loop's own name is right.
+        """
+        computations = self._module._computations
+        called = {n for c in computations.values() for i in c for n in _called(i)}
+        todo: list[tuple[str, int | None]] = [(n, None) for n in computations if n not in called]
+        seen = set(todo)
+        while todo:
+            name, caller = todo.pop()
+            for ins in computations.get(name, ()):
+                owner = self._resolve([int(m) for m in MARKED.findall(_op_name(ins))], caller)
+                if owner is not None:
+                    owners = self._owners.setdefault(id(ins), [])
+                    if owner not in owners:
+                        owners.append(owner)
+                context = caller if owner is None else owner
+                new = {(n, context) for n in _called(ins)} - seen
+                seen |= new
+                todo += sorted(new, key=str)
+
+    def _resolve(self, marks: list[int], caller: int | None) -> int | None:
+        """The region that an instruction's name means, inside what an instruction of `caller` calls."""
+        if not marks:
+            return None
+        inside = [m for m in marks if caller is not None and self._is_within(m, caller)]
+        return (inside or marks)[-1]
+
+    def _is_within(self, number: int, outer: int) -> bool:
+        at: int | None = number
+        while at is not None and at != outer:
+            at = self._regions[at].parent
+        return at == outer
 
     def line(self, instruction: _Instruction) -> str:
         return self._module._frames.line(instruction.rest)
@@ -119,13 +158,19 @@ class Schedule:
 
     def _owner(self, ins: _Instruction) -> tuple[bool, int | None, bool]:
         """Whether an instruction is heavy, which region it works for, and whether it recomputes."""
-        name, heavy = _op_name(ins), ins.opcode == "while" or _is_matmul(ins)
-        if ins.opcode in ("fusion", "call", "async-start") and (called := _CALLED.search(ins.rest)):
-            for inner in self._module._computations.get(called[1].strip().lstrip("%"), ()):
+        at, heavy = ins, ins.opcode == "while" or _is_matmul(ins)
+        if ins.opcode in ("fusion", "call", "async-start"):
+            for inner in (i for n in _called(ins) for i in self._module._computations.get(n, ())):
                 if _is_matmul(inner):
-                    heavy, name = True, _op_name(inner) or name
-        marks = MARKED.findall(name)
-        return heavy, int(marks[-1]) if marks else None, "rematted_computation" in name
+                    heavy, at = True, inner if _op_name(inner) else at
+        owners = self._owners.get(id(at), ())
+        return heavy, owners[-1] if owners else None, "rematted_computation" in _op_name(at)
+
+
+def _called(ins: _Instruction) -> list[str]:
+    """The computations that an instruction calls."""
+    names = (n for group in _CALLED.findall(ins.rest) for n in group.split(","))
+    return [n.strip().lstrip("%") for n in names]
 
 
 def _op_name(ins: _Instruction) -> str:

@@ -4,10 +4,12 @@ import dataclasses
 import functools as ft
 import importlib
 import json
+import re
 import sys
 import textwrap
 
 import equinox as eqx
+import helpers
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,7 +20,7 @@ from test_memory import needs_compiler
 import remat_scan._isolation as isolation_module
 from remat_scan import Policy, checkpointed_layer, isolated_scan, verify
 from remat_scan._cli import main
-from remat_scan._regions import find_regions
+from remat_scan._regions import MARK, find_regions
 
 verify_module = importlib.import_module("remat_scan._verify")
 
@@ -219,6 +221,101 @@ def test_a_loop_that_is_there_without_its_tag(monkeypatch):
     assert all("while" in p.instruction for p in verdict.problems)
 
 
+def compiled_as(monkeypatch, change):
+    """The compiler's program with its lines changed, as another compiler might have made it."""
+    real = verify_module.memory_report
+
+    def changed(*args, **kwargs):
+        report = real(*args, **kwargs)
+        lines = report.hlo.splitlines()
+        change(lines)
+        return dataclasses.replace(report, hlo="\n".join(lines))
+
+    monkeypatch.setattr(verify_module, "memory_report", changed)
+
+
+def products(lines, region, again):
+    """Where a region's matrix products stand in the schedule, or the fusions that hold them."""
+    start = next(i for i, line in enumerate(lines) if line.startswith("ENTRY"))
+    return [
+        i
+        for i, line in enumerate(lines)
+        if i > start
+        and f"{MARK}{region})" in line
+        and ("rematted_computation" in line) == again
+        and re.search(r" (dot|fusion)\(", line)
+        and re.search(r"/(dot_general|transpose)\"", line)
+    ]
+
+
+# Regions of a stack of three: 0 to 2 are the forward passes, 3 to 5 the backward ones of layers 2 to 0.
+
+
+@pytest.mark.skipif(not KEEPS_BARRIERS, reason="XLA of this jax undoes jax.checkpoint on CPU")
+def test_a_weight_gradient_after_the_next_backward_pass_began(monkeypatch):
+    def delay(lines):
+        (first, *_), (*_, last) = products(lines, 3, False), products(lines, 4, False)
+        lines.insert(last, lines.pop(first))
+
+    compiled_as(monkeypatch, delay)
+    verdict = verify(*stack([checkpointed_layer(mlp, isolation="barrier")] * 3))
+    assert "late gradient" in checks(verdict)
+    assert [r.late for r in verdict.layers] == [0, 0, 1]
+    problem = next(p for p in verdict.problems if p.check == "late gradient")
+    assert problem.layer == "2 mlp, backward"
+    assert problem.source.startswith(helpers.__file__)
+    assert problem.instruction in str(verdict)
+
+
+@pytest.mark.skipif(not KEEPS_BARRIERS, reason="XLA of this jax undoes jax.checkpoint on CPU")
+def test_two_backward_passes_in_turns(monkeypatch):
+    def mix(lines):
+        (first, *_), (*_, last) = products(lines, 4, True), products(lines, 3, False)
+        lines.insert(last, lines.pop(first))
+
+    compiled_as(monkeypatch, mix)
+    verdict = verify(*stack([checkpointed_layer(mlp, isolation="barrier")] * 3))
+    assert checks(verdict) == {"overlap"}
+    assert [r.backward for r in verdict.layers] == ["in order", "mixed", "mixed"]
+
+
+@pytest.mark.parametrize("how", ["one product more", "the compiler's own recomputation"])
+def test_a_forward_pass_recomputed_twice(monkeypatch, how):
+    def again(lines):
+        at = next(
+            i
+            for i, line in enumerate(lines)
+            if re.search(r" dot\(", line) and "rematted_computation" in line
+        )
+        name = re.search(r"%?([\w.\-]+) = ", lines[at])[1]
+        if how == "one product more":
+            lines.insert(at, lines[at].replace(f"{name} =", f"{name}.2 =").replace("ROOT ", ""))
+        else:
+            lines[at] = lines[at].replace(f"{name} =", f"{name}.remat =")
+
+    compiled_as(monkeypatch, again)
+    verdict = verify(*stack([checkpointed_layer(mlp)] * 2))
+    assert checks(verdict) == {"recompute"}
+    assert "recomputed more than once" in str(verdict)
+
+
+def test_names_inside_loops_that_the_compiler_has_piled_up(monkeypatch):
+    """XLA for TPU puts the names of all calls of a function in front of what is inside its loop."""
+
+    def pile_up(lines):
+        entry = next(i for i, line in enumerate(lines) if line.startswith("ENTRY"))
+        for i in range(entry):
+            for number in re.findall(re.escape(MARK) + r"(\d+)\)", lines[i])[:1]:
+                alike = (2, 1, 0) if int(number) < 3 else (5, 4, 3)
+                names = "/".join(f"jvp({MARK}{n})" for n in alike)
+                lines[i] = lines[i].replace(f"{MARK}{number})", names)
+
+    compiled_as(monkeypatch, pile_up)
+    verdict = verify(*stack([checkpointed_layer(mlp)] * 3), layers=3)
+    assert verdict.ok, verdict
+    assert [r.recomputed for r in verdict.layers] == [1.0] * 3
+
+
 @pytest.mark.parametrize("how", ["a call of the plain function", "a lambda around it"])
 def test_a_layer_that_is_not_wrapped(how):
     layer = checkpointed_layer(mlp)
@@ -349,6 +446,32 @@ def test_other_compilers_obey(target, isolation):
         assert checks(verdict) <= {"overlap", "late gradient"}
     else:
         assert verdict.ok, verdict
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_compiler("tpu7x:2x2x1")
+@pytest.mark.parametrize(
+    ("isolation", "found"),
+    [
+        ("loop", set()),
+        ("barrier", set()),
+        ("both", set()),
+        ("none", {"isolation"}),
+        ("one layer is not wrapped", {"wrapped"}),
+    ],
+)
+def test_verdicts_on_tpu(isolation, found):
+    """On one device, where layers alike are one function whose loop's body the compiler copies."""
+    if isolation == "one layer is not wrapped":
+        layers = [checkpointed_layer(mlp), mlp, checkpointed_layer(mlp)]
+    else:
+        layers = [checkpointed_layer(mlp, isolation=isolation)] * 3
+    verdict = verify(*stack(layers), target="tpu7x:2x2x1")
+    assert checks(verdict) == found, verdict
+    assert {r.recomputed for r in verdict.layers} == {1.0}
+    kept = {"loop": "loop", "both": "loop", "barrier": "in order", "none": "none"}
+    assert {r.backward for r in verdict.layers} == {kept.get(isolation, "loop")}
 
 
 @pytest.mark.aot
