@@ -71,8 +71,8 @@ def stacks(options: argparse.Namespace) -> None:
     for target, depths in STACKS.items():
         for layers in depths:
             for way in WAYS:
-                key = {"case": f"{layers} layers", "target": target, "configuration": way}
-                key["layers"] = layers
+                key: dict[str, Any] = {"case": f"{layers} layers", "target": target}
+                key |= {"configuration": way, "layers": layers}
                 make = functools.partial(program, Stack(layers), way)
                 _measured("stacks", key, make, options)
 
@@ -96,8 +96,8 @@ def overlap(options: argparse.Namespace) -> None:
             name = f"barrier, {way}" if "overlap" in options_of else way
             ways[name] = functools.partial(program, stack, way)
         for way, make in ways.items():
-            key = {"case": f"{layers} layers", "target": target, "configuration": way}
-            key["layers"] = layers
+            key: dict[str, Any] = {"case": f"{layers} layers", "target": target}
+            key |= {"configuration": way, "layers": layers}
             _measured("overlap", key, make, options, lambda report: collectives(report.hlo))
 
 
@@ -110,8 +110,8 @@ def peers(options: argparse.Namespace) -> None:
     for target, depths in DECODERS.items():
         for layers in depths:
             for way in filter(installed, PEERS):
-                key = {"case": f"{layers} layers", "target": target, "configuration": way}
-                key["layers"] = layers
+                key: dict[str, Any] = {"case": f"{layers} layers", "target": target}
+                key |= {"configuration": way, "layers": layers}
                 make = functools.partial(Decoder(layers).program, way)
                 _measured(
                     "peers",

@@ -47,14 +47,13 @@ def collectives(text: str) -> dict[str, Any]:
       nothing hides is not in it, nor is contention for memory. Compare programs, not machines.
     """
     reader = _Reader(text)
-    found = dict.fromkeys(
-        ("entry_bytes", "entry_beside_bytes", "loop_bytes", "loop_beside_bytes"), 0
-    )
+    names = ("entry_bytes", "entry_beside_bytes", "loop_bytes", "loop_beside_bytes")
+    found: dict[str, int] = dict.fromkeys(names, 0)
     for times, in_loop, collective in reader.collectives(reader.module._entry, 1, False):
         where = "loop" if in_loop else "entry"
         found[f"{where}_bytes"] += times * collective.bytes
         found[f"{where}_beside_bytes"] += times * collective.bytes * collective.beside
-    return found | {"estimated_cycles": reader.cycles(reader.module._entry) or None}
+    return {**found, "estimated_cycles": reader.cycles(reader.module._entry) or None}
 
 
 class _Reader:

@@ -135,6 +135,16 @@ def layer_in_blocks(decoder: Decoder, w: dict[str, Any], x: jax.Array) -> jax.Ar
     return in_blocks(w, x, mix(decoder, w, x))
 
 
+def layer_by_rows(decoder: Decoder, w: dict[str, Any], x: jax.Array) -> jax.Array:
+    """The same, all of the layer on a part of each device's rows at a time."""
+    rows = max(1, decoder.batch // decoder.blocks)
+    one = ft.partial(layer, decoder)
+    by_rows = blockwise(
+        one, axis=(None, 0), size=rows * decoder.devices, shards=decoder.devices, out=0
+    )
+    return by_rows(w, x)
+
+
 # -- How each keeps the weights and runs the layers ------------------------------------------------
 
 
@@ -210,8 +220,7 @@ def _equinox_layer() -> Any:
 
 def _haliax(checkpointing: bool | str) -> Peer:
     def arrange(decoder: Decoder, weights: Sequence[dict[str, Any]]) -> Any:
-        import haliax
-
+        haliax: Any = importlib.import_module("haliax")
         axis = haliax.Axis("layers", decoder.layers)
         stacked = haliax.nn.Stacked.init(
             axis, _equinox_layer(), gradient_checkpointing=checkpointing
@@ -305,8 +314,10 @@ PEERS: dict[str, Peer] = {
     "loop, in blocks": _unrolled(checkpointed_layer(isolation="loop"), layer_in_blocks),
     "barrier, in blocks": _unrolled(checkpointed_layer(isolation="barrier"), layer_in_blocks),
     "periods, in blocks": _periods(layer_in_blocks),
+    "periods, by rows": _periods(layer_by_rows),
     "loop, input on host": _unrolled(checkpointed_layer(isolation="loop", policy=INPUT_ON_HOST)),
     "periods, in blocks, input on host": _periods(layer_in_blocks, policy=INPUT_ON_HOST),
+    "periods, by rows, input on host": _periods(layer_by_rows, policy=INPUT_ON_HOST),
 }
 OURS = tuple(PEERS)[8:]
 DECODERS = {"h100:8": (16, 32), "tpu7x:2x2x1": (8,)}
