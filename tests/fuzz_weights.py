@@ -4,7 +4,7 @@ Valid files (configs, weights in one file and in many, tokenizers, checkpoints o
 references of the logit checker) are mutated and read. A file may be read or refused; then the error
 is a `ValueError` or `OSError` that names a file, short and in plain characters. Never does reading run
 code or touch anything outside of the folder (an audit hook looks), take memory that the files do not
-justify, or longer than a minute. Writes `benchmarks/results/fuzz.json`, a row for each kind of file.
+justify, or a minute of the processor. Writes `benchmarks/results/fuzz.json`, a row for each kind of file.
 
 A case is made from its target's name and its number alone: `--target config --only 1234` runs one
 again and shows it. Linux only: the peak of memory is read from /proc.
@@ -44,7 +44,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "fuzz.json"
 # What reading may take: so many bytes for each of the files', and what the libraries use anyway.
 TIMES, SLACK = 64, 48 * 2**20
 ADDRESS_SPACE = 4 * 2**30  # beyond what a process has when it starts
-SECONDS = 60.0  # until a case is given up; a third of that on the processor is too long
+SECONDS = 60.0  # of the processor, until a case is given up; a third of that is too long
 LONGEST_MESSAGE = 8000
 
 # -- Mutations ---------------------------------------------------------------------------------------
@@ -597,16 +597,28 @@ class Tally:
 def lines(process: subprocess.Popen[bytes], until: float) -> Iterator[bytes | None]:
     """A worker's lines; `None` when one takes too long, an empty one when the worker is gone."""
     assert process.stdout is not None
-    rest, waits = b"", 180.0  # the first comes after the imports
+    rest, used = b"", cpu_seconds(process.pid)
     while time.perf_counter() < until:
-        ready, _, _ = select.select([process.stdout], [], [], waits)
-        chunk = os.read(process.stdout.fileno(), 2**16) if ready else b""
+        ready, _, _ = select.select([process.stdout], [], [], 5)
+        if not ready:
+            # Its own time on the processor: other work on this machine is no case's doing.
+            if cpu_seconds(process.pid) - used > SECONDS:
+                yield None
+                return
+            continue
+        chunk = os.read(process.stdout.fileno(), 2**16)
         if not chunk:
-            yield b"" if ready else None
+            yield b""
             return
         *whole, rest = (rest + chunk).split(b"\n")
         yield from whole
-        waits = SECONDS
+        used = cpu_seconds(process.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used of the processor, without its name, which may hold anything."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def fuzz(target: Target, first: int, seconds: float) -> tuple[Tally, int]:

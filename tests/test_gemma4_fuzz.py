@@ -1,5 +1,6 @@
 """Some cases of the fuzzer, and what its long runs found: each kind of finding has its test here."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -195,3 +196,18 @@ def test_configs_with_integers_that_are_too_long(tmp_path, name, digits):
     with pytest.raises(ValueError, match=r"config\.json: ") as error:
         load_config(tmp_path)
     assert len(str(error.value)) < 1500
+
+
+def test_a_training_checkpoint_whose_notes_have_no_end(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"model": {"w": jnp.ones(3)}}, {})
+    checkpoints.close()
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text("[" * 200_000)
+    wanted = {"model": {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}}
+
+    def restore():
+        with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+            checkpoints.restore(wanted)
+
+    with pytest.raises(ValueError, match=r"expected a checkpoint of .*: RecursionError"):
+        restore()

@@ -1,7 +1,9 @@
 """Checkpoints of a training run, with Orbax: written beside the training, complete or not there."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +34,14 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=keep is not None
         )
-        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
+        with _damage_named(Path(folder)):
+            self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
 
     @property
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint."""
-        return self._manager.latest_step()
+        with _damage_named(Path(self._manager.directory)):
+            return self._manager.latest_step()
 
     def save(self, step: int, items: dict[str, Any], notes: dict[str, Any]) -> None:
         """Saves pytrees of arrays and a small JSON object. Returns when the arrays may change.
@@ -62,17 +66,10 @@ class Checkpoints:
         if step is None:
             raise ValueError(f"there is no complete checkpoint in {self._manager.directory}")
         args = {name: ocp.args.StandardRestore(_named(tree)) for name, tree in items.items()}
-        try:
+        with _damage_named(Path(self._manager.directory) / str(step), of=", ".join(items)):
             found = self._manager.restore(
                 step, args=ocp.args.Composite(notes=ocp.args.JsonRestore(), **args)
             )
-        except (MemoryError, jax.errors.JaxRuntimeError):
-            raise
-        except Exception as error:  # Orbax and TensorStore raise every kind for a damaged file
-            raise ValueError(
-                f"{self._manager.directory / str(step)}: expected a checkpoint of {', '.join(items)}: "
-                f"{type(error).__name__}: {shown(error, 1000)}"
-            ) from error
         trees = {
             name: jax.tree.unflatten(
                 jax.tree.structure(tree), [found[name][k] for k in _named(tree)]
@@ -84,6 +81,19 @@ class Checkpoints:
     def close(self) -> None:
         """Waits until what was saved is on disk."""
         self._manager.close()
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path, of: str = "a training run") -> Iterator[None]:
+    """Says which checkpoint it is: Orbax and TensorStore raise every kind for damaged files."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{path}: expected a checkpoint of {of}: {type(error).__name__}: {shown(error, 1000)}"
+        ) from error
 
 
 def _named(tree: Any) -> Arrays:
