@@ -4,7 +4,7 @@ Valid files (configs, weights in one file and in many, tokenizers, checkpoints o
 references of the logit checker) are mutated and read. A file may be read or refused; then the error
 is a `ValueError` or `OSError` that names a file, short and in plain characters. Never does reading run
 code or touch anything outside of the folder (an audit hook looks), take memory that the files do not
-justify, or a minute of the processor. Writes `benchmarks/results/fuzz.json`, a row for each kind of file.
+justify, or a minute of the processor. Writes `benchmarks/results/fuzz.json`, a row for each kind.
 
 A case is made from its target's name and its number alone: `--target config --only 1234` runs one
 again and shows it. Linux only: the peak of memory is read from /proc.
