@@ -89,7 +89,9 @@ def check(options: Options) -> Result:
         got = eqx.filter_jit(intermediates)(model, ids, options.kernel)
         inner = compare_arrays(reference, got)
     if options.gradients:
-        grads = compare_gradients(reference, *eqx.filter_jit(gradients)(model, ids, options.kernel))
+        grads = compare_gradients(
+            reference, *eqx.filter_jit(gradients)(model, ids, kernel=options.kernel)
+        )
     return Result(compared, inner, grads, _failures(options, compared, inner, grads))
 
 

@@ -166,10 +166,11 @@ class _Tap(eqx.Module):
 
 
 def gradients(
-    model: Gemma4, ids: Int[Array, "B T"], kernel: Kernel = "auto"
+    model: Gemma4, ids: Int[Array, "B T"], **options: Any
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, "..."]]]:
-    """The mean cross-entropy of the next token, and its gradient by the checkpoint's keys."""
-    loss, grads = jax.value_and_grad(lambda m: next_token_loss(m, ids, kernel=kernel).total)(model)
+    """The mean cross-entropy of the next token, and its gradient by the checkpoint's keys; takes the
+    options of `Gemma4.hidden`."""
+    loss, grads = jax.value_and_grad(lambda m: next_token_loss(m, ids, **options).total)(model)
     return loss, dict(zip(weights.stored_names(model), jax.tree.leaves(grads), strict=True))
 
 
