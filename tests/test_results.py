@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers import OURS, PEERS
+
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
@@ -80,3 +82,28 @@ def test_what_runs_beside_compute(way, least, most):
     assert moved == plain["entry_bytes"]
     assert least <= (row["entry_beside_bytes"] + row["loop_beside_bytes"]) / moved <= most
     assert row["peak_bytes"] <= 0.33 * plain["peak_bytes"]
+
+
+def test_against_the_best_peer():
+    """On the device alone, at equal or fewer FLOPs."""
+    found = {
+        r["configuration"]: r
+        for r in rows("peers", case="16 layers", target="h100:8")
+        if not r["host_bytes"]
+    }
+    assert {"scan over stacked layers", "haliax Stacked"} <= set(found)
+    flops = found["scan over stacked layers"]["flops"]
+
+    def best(ways):
+        return min(found[w]["peak_bytes"] for w in ways if found[w]["flops"] <= flops)
+
+    assert best(found.keys() & set(OURS)) <= 0.9 * best(found.keys() & (set(PEERS) - set(OURS)))
+
+
+def test_blocks_pay_in_collectives():
+    """Each of eight blocks gathers and reduces anew what follows attention."""
+    moved = {
+        r["configuration"]: r["entry_bytes"] + r["loop_bytes"]
+        for r in rows("peers", case="16 layers", target="h100:8")
+    }
+    assert moved["periods"] < moved["periods, in blocks"] <= 8 * moved["periods"]
