@@ -29,7 +29,13 @@ PYTHONS = [v for v in ("3.11", "3.12", "3.13", "3.14") if starts(v)]
 OLDEST, NEWEST = PYTHONS[0], PYTHONS[-1]
 
 # These follow the current releases of their libraries; on the oldest jax the package itself is tested.
-EXAMPLES_AND_DOCS = ("test_gemma4_*.py", "test_examples.py", "test_interop.py", "test_docs.py")
+EXAMPLES_AND_DOCS = (
+    "test_gemma4_*.py",
+    "test_peers.py",
+    "test_examples.py",
+    "test_interop.py",
+    "test_docs.py",
+)
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
