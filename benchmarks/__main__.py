@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: plugins must not lo
 import jax
 import jax.numpy as jnp
 
-from remat_scan import MemoryReport, MissingPluginError, memory_report
+from remat_scan import CompilerError, MemoryReport, MissingPluginError, memory_report
 from remat_scan._targets import check_installed, parse_target, versions
 
 from .overlap import collectives
@@ -217,7 +217,11 @@ def _measured(
         step, *args = program()
         return memory_report(step, *args, target=target)
 
-    row = measure(name, key, versions(where), make, options.again, more)
+    try:
+        row = measure(name, key, versions(where), make, options.again, more)
+    except CompilerError as error:  # the others are still worth having
+        print(f"{case}, {target}, {way}: {str(error)[:300]} …", file=sys.stderr)
+        return
     peak = row["peak_bytes"]
     shown = f"{peak / 2**30:.2f} GiB" if peak is not None else "does not fit"
     print(f"{case:<28}{target:<14}{way:<24}{shown}")

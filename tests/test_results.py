@@ -91,13 +91,13 @@ def test_against_the_best_peer():
         for r in rows("peers", case="16 layers", target="h100:8")
         if not r["host_bytes"]
     }
-    assert {"scan over stacked layers", "haliax Stacked"} <= set(found)
+    assert {"jax.checkpoint", "scan over stacked layers", "haliax Stacked"} <= set(found)
     flops = found["scan over stacked layers"]["flops"]
 
     def best(ways):
         return min(found[w]["peak_bytes"] for w in ways if found[w]["flops"] <= flops)
 
-    assert best(found.keys() & set(OURS)) <= 0.9 * best(found.keys() & (set(PEERS) - set(OURS)))
+    assert best(found.keys() & set(OURS)) <= 0.7 * best(found.keys() & (set(PEERS) - set(OURS)))
 
 
 def test_blocks_pay_in_collectives():
