@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from remat_scan._hlo import _CALLED, Module, _Instruction, _nested, array_bytes
+from remat_scan._hlo import _CALLED, _TUPLE_INDEX, Module, _Instruction, _nested, array_bytes
 from remat_scan._schedule import _is_matmul
 
 _COLLECTIVE = re.compile(
@@ -13,6 +13,7 @@ _COLLECTIVE = re.compile(
     r"ragged-all-to-all)(-start)?$"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OFFLOADED = re.compile(r"called_computations=\{([^}]*)\}")  # to another core of a TPU
 _SYNCHRONOUS = re.compile(r'"is_sync":true')
@@ -61,6 +62,7 @@ class _Reader:
         self.module = Module(text)
         every = self.module._computations.values()
         self._shapes = {i.name: _nested(i.shape) for c in every for i in c}
+        self._constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
 
     def collectives(
         self, computation: str, times: int, in_loop: bool
@@ -87,7 +89,7 @@ class _Reader:
             if ins.opcode in ("while", "call", "conditional"):
                 loop = ins.opcode == "while"
                 for called in self._called(ins):
-                    repeated = times * _trips(ins) if loop else times
+                    repeated = times * self._trips(ins, computation) if loop else times
                     yield from self.collectives(called, repeated, in_loop or loop)
 
     def cycles(self, computation: str) -> int:
@@ -95,7 +97,7 @@ class _Reader:
         for ins in self._instructions(computation):
             if ins.opcode in ("while", "call", "conditional"):
                 inside = [self.cycles(called) for called in self._called(ins)]
-                total += _trips(ins) * max(inside, default=0)
+                total += self._trips(ins, computation) * max(inside, default=0)
             elif found := _CYCLES.search(ins.rest):
                 total += int(found[1])
         return total
@@ -125,6 +127,60 @@ class _Reader:
             return False
         return any(self._computes(i) for c in self._called(ins) for i in self._instructions(c))
 
+    def _trips(self, ins: _Instruction, computation: str) -> int:
+        """How often a loop's body runs: what the compiler says, or `i < bound` with `i` going from one
+        constant in steps of another; 1 where neither is there."""
+        if known := _TRIPS.search(ins.rest):
+            return int(known[1])
+        named = dict(re.findall(r"\b(condition|body)=%?([\w.\-]+)", ins.rest))
+        if ins.opcode != "while" or not {"condition", "body"} <= set(named):
+            return 1
+        test = self._root(named["condition"])
+        if test.opcode != "compare" or "direction=LT" not in test.rest:
+            return 1
+        at = self._element(test.operands[0], named["condition"])
+        results, initial = self._root(named["body"]), self._source(ins.operands[0], computation)
+        if at is None or results.opcode != "tuple" or initial is None or initial.opcode != "tuple":
+            return 1
+        step = self._source(results.operands[at], named["body"])
+        if step is None or step.opcode != "add":
+            return 1
+
+        def value(name: str, where: str) -> int | None:
+            element = self._element(name, where)  # what the loop leaves as it came
+            name, where = (
+                (name, where) if element is None else (initial.operands[element], computation)
+            )
+            found = self._source(name, where)
+            return None if found is None else self._constants.get(found.name)
+
+        start = value(initial.operands[at], computation)
+        bound = value(test.operands[1], named["condition"])
+        steps = [value(o, named["body"]) for o in step.operands
+                 if self._element(o, named["body"]) != at]  # fmt: skip
+        if start is None or bound is None or len(steps) != 1 or not steps[0]:
+            return 1
+        return max(0, -((start - bound) // steps[0]))
+
+    def _root(self, computation: str) -> _Instruction:
+        instructions = self._instructions(computation)
+        return next((i for i in instructions if i.is_root), instructions[-1])
+
+    def _source(self, name: str, computation: str) -> _Instruction | None:
+        """The instruction of that name, or what it is a copy of."""
+        found = next((i for i in self._instructions(computation) if i.name == name), None)
+        while found is not None and found.opcode in ("copy", "bitcast"):
+            name = found.operands[0]
+            found = next((i for i in self._instructions(computation) if i.name == name), None)
+        return found
+
+    def _element(self, name: str, computation: str) -> int | None:
+        """Which element of the loop's state a value is."""
+        found = self._source(name, computation)
+        if found is None or found.opcode != "get-tuple-element":
+            return None
+        return int(_TUPLE_INDEX.search(found.rest)[1])  # pyright: ignore[reportOptionalSubscript]
+
     def _called(self, ins: _Instruction) -> list[str]:
         found = _CALLED.findall(ins.rest) + _OFFLOADED.findall(ins.rest)
         names = [n.strip().lstrip("%") for c in found for n in c.split(",")]
@@ -132,11 +188,6 @@ class _Reader:
 
     def _instructions(self, computation: str) -> list[_Instruction]:
         return self.module._computations[computation]
-
-
-def _trips(ins: _Instruction) -> int:
-    known = _TRIPS.search(ins.rest)
-    return int(known[1]) if known else 1
 
 
 def _result(ins: _Instruction) -> Any:

@@ -321,7 +321,7 @@ PEERS: dict[str, Peer] = {
 }
 OURS = tuple(PEERS)[8:]
 DECODERS = {"h100:8": (16, 32), "tpu7x:2x2x1": (8,)}
-SMALL = Decoder(16, width=64, hidden=256, head=32, batch=4, length=256, devices=1, dtype="float32")
+SMALL = Decoder(4, width=64, hidden=256, head=32, batch=4, length=256, devices=1, dtype="float32")
 
 
 def installed(way: str) -> bool:

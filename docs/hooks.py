@@ -117,7 +117,7 @@ def _columns(key: str) -> str:
     """Bytes as GiB, cycles in millions; a row that has none of the columns is left out."""
     name, target, columns = key.split(" / ")
     wanted = columns.split(", ")
-    heads = [re.sub("_(bytes|seconds|ratio)$", "", c).replace("_", " ") for c in wanted]
+    heads = [re.sub("_seconds$", ", s", re.sub("_bytes$", "", c)).replace("_", " ") for c in wanted]
     lines = [f"| configuration | {' | '.join(heads)} |", "|---|" + "--:|" * len(wanted)]
     for r in load(name):
         if r["target"] == target and any(r.get(c) is not None for c in wanted):

@@ -101,6 +101,41 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert read(LOOP)["loop_bytes"] == GATHERED + ARRAY  # a count nobody knows
 
 
+COUNTED = """
+%steps (s: (s32[], s32[], f32[8,8])) -> (s32[], s32[], f32[8,8]) {
+  %s.1 = (s32[], s32[], f32[8,8]{1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%s.1), index=0
+  %by = s32[] get-tuple-element(%s.1), index=1
+  %x.1 = f32[8,8]{1,0} get-tuple-element(%s.1), index=2
+  %g.1 = f32[64,8]{1,0} all-gather(%x.1), dimensions={0}
+  %next = s32[] add(%i.1, %by)
+  ROOT %t.1 = (s32[], s32[], f32[8,8]{1,0}) tuple(%next, %by, %x.1)
+}
+
+%below (s: (s32[], s32[], f32[8,8])) -> pred[] {
+  %s.2 = (s32[], s32[], f32[8,8]{1,0}) parameter(0)
+  %i.2 = s32[] get-tuple-element(%s.2), index=0
+  %bound = s32[]{:T(128)} constant(8)
+  ROOT %c.2 = pred[] compare(%i.2, %bound), direction=LT
+}
+
+ENTRY"""
+
+
+def test_a_loop_whose_count_follows_from_its_condition():
+    """From 1 below 8 in steps of 3: 1, 4, 7."""
+    text = HEAD.replace("\nENTRY", COUNTED)
+    text += """  %one = s32[] constant(1)
+  %first = s32[] copy(%one)
+  %three = s32[] constant(3)
+  %state = (s32[], s32[], f32[8,8]{1,0}) tuple(%first, %three, %x)
+  %w = (s32[], s32[], f32[8,8]{1,0}) while(%state), condition=%below, body=%steps
+  ROOT %out = f32[8,8]{1,0} get-tuple-element(%w), index=2
+}
+"""
+    assert collectives(text)["loop_bytes"] == 3 * GATHERED
+
+
 def test_a_loop_with_a_product_is_compute():
     found = read(
         "  %s0 = ((f32[8,8]{1,0}), f32[64,8]{1,0}) all-gather-start(%x), dimensions={0}",
