@@ -315,7 +315,11 @@ PEERS: dict[str, Peer] = {
     "barrier, in blocks": _unrolled(checkpointed_layer(isolation="barrier"), layer_in_blocks),
     "periods, in blocks": _periods(layer_in_blocks),
     "periods, by rows": _periods(layer_by_rows),
+    "barrier, by rows": _unrolled(checkpointed_layer(isolation="barrier"), layer_by_rows),
     "loop, input on host": _unrolled(checkpointed_layer(isolation="loop", policy=INPUT_ON_HOST)),
+    "barrier, by rows, input on host": _unrolled(
+        checkpointed_layer(isolation="barrier", policy=INPUT_ON_HOST), layer_by_rows
+    ),
     "periods, in blocks, input on host": _periods(layer_in_blocks, policy=INPUT_ON_HOST),
     "periods, by rows, input on host": _periods(layer_by_rows, policy=INPUT_ON_HOST),
 }

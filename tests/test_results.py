@@ -84,26 +84,29 @@ def test_what_runs_beside_compute(way, least, most):
     assert row["peak_bytes"] <= 0.33 * plain["peak_bytes"]
 
 
-def test_against_the_best_peer():
-    """On the device alone, at equal or fewer FLOPs."""
+@pytest.mark.parametrize(("on_host", "most"), [(False, 0.6), (True, 0.45)])
+def test_against_the_best_peer(on_host, most):
+    """On the device alone, and with arrays on the host, each at equal or fewer FLOPs."""
     found = {
         r["configuration"]: r
         for r in rows("peers", case="16 layers", target="h100:8")
-        if not r["host_bytes"]
+        if on_host or not r["host_bytes"]
     }
-    assert {"jax.checkpoint", "scan over stacked layers", "haliax Stacked"} <= set(found)
+    theirs = {way for way in PEERS if way not in OURS and ("offload" not in way or on_host)}
+    assert theirs <= set(found)
     flops = found["scan over stacked layers"]["flops"]
 
     def best(ways):
         return min(found[w]["peak_bytes"] for w in ways if found[w]["flops"] <= flops)
 
-    assert best(found.keys() & set(OURS)) <= 0.7 * best(found.keys() & (set(PEERS) - set(OURS)))
+    assert best(found.keys() & set(OURS)) <= most * best(theirs)
 
 
 def test_blocks_pay_in_collectives():
-    """Each of eight blocks gathers and reduces anew what follows attention."""
+    """Each of eight blocks gathers the weights and reduces their gradients anew."""
     moved = {
         r["configuration"]: r["entry_bytes"] + r["loop_bytes"]
         for r in rows("peers", case="16 layers", target="h100:8")
     }
-    assert moved["periods"] < moved["periods, in blocks"] <= 8 * moved["periods"]
+    assert moved["periods"] < moved["periods, in blocks"] < moved["periods, by rows"]
+    assert moved["periods, by rows"] <= 8.1 * moved["periods"]
