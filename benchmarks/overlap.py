@@ -49,7 +49,7 @@ def collectives(text: str) -> dict[str, Any]:
     """
     reader = _Reader(text)
     names = ("entry_bytes", "entry_beside_bytes", "loop_bytes", "loop_beside_bytes")
-    found: dict[str, int] = dict.fromkeys(names, 0)
+    found: dict[str, Any] = dict.fromkeys(names, 0)
     for times, in_loop, collective in reader.collectives(reader.module._entry, 1, False):
         where = "loop" if in_loop else "entry"
         found[f"{where}_bytes"] += times * collective.bytes

@@ -1,6 +1,5 @@
 """Running the layers of a stack: one by one, in segments, or as a scan over a period."""
 
-import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._isolation import isolate
+from ._isolation import Isolation, isolate
 from ._layer import checkpointed_layer
 from ._nested import Nested, nested_scan, size_of
 from ._periods import Stacked, take, unstack_layers
@@ -62,7 +61,7 @@ class _Unit(NamedTuple):
     inputs: Any
     keys: Any
     policy: Policy
-    isolation: str
+    isolation: Isolation
     # What waits in the backward pass: the weights of so many units later, or its own cotangents.
     hold: Any = None
 
@@ -92,7 +91,7 @@ def _run_units(
         policy, isolation = mine[0].policy, mine[0].isolation
         if child != 1:
             policy = "full"
-        wrap = ft.partial(checkpointed_layer, policy=policy, isolation=isolation)
+        wrap: Any = checkpointed_layer(policy=policy, isolation=isolation)
         reads = {
             name for u in mine for a in u.layers for layer in expand(a) for _, name in layer.reads
         }
