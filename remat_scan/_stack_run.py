@@ -229,11 +229,11 @@ class Run(NamedTuple):
         for begin in range(0, len(inputs), self.boundary):
             policy, isolation = self.policies[start + begin], self.isolations[start + begin]
             hold = None
-            if in_scan and not policy.offloads:
-                if len(inputs) <= self.boundary:
-                    isolation = "none"  # the iteration is the loop
-                elif isolation == "barrier":
-                    isolation, hold = "none", "cotangents"
+            if in_scan and len(inputs) <= self.boundary:
+                isolation = "none"  # the iteration is the loop
+            elif in_scan and (isolation == "barrier" or policy.offloads):
+                # XLA compiles no loop or `custom_vjp` whose host residuals a scan then stacks.
+                isolation, hold = "none", "cotangents"
             mine = inputs[begin : begin + self.boundary]
             keys = [
                 None if self.key is None else jax.random.fold_in(self.key, first + begin + j)

@@ -11,13 +11,17 @@ import pytest
 from helpers import D, F, T, assert_close, mlp, normal, stream, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from stacks import PATTERN, TRACES, Mlp, check, loop, make, repeated
+from test_memory import GPU, TPU
 
 from remat_scan import (
     Nested,
+    Policy,
     Stacked,
     StackLayer,
+    memory_report,
     run_stack,
     stack_layers,
     unstack_layers,
@@ -238,6 +242,38 @@ def test_streams_of_any_kind():
             assert_close(jax.random.key_data(jax.tree.leaves(a, is_leaf=None)[1]),
                          jax.random.key_data(jax.tree.leaves(b)[1]), 1)  # fmt: skip
         assert_close(got.x["h"], want["h"], 40)
+
+
+@pytest.mark.parametrize("tensor", ["decoder_layer_input", "mlpwi"])
+@pytest.mark.parametrize("kinds", [["mlp"] * 4, PATTERN * 2], ids=["one", "period of three"])
+def test_offload_in_periods(tensor, kinds):
+    layers = [make(kind, seed) for seed, kind in enumerate(kinds)]
+    policy = Policy(offload=(tensor,))
+    check(layers, stream(jnp.float32), stack=stack_layers(layers), policy=policy)
+
+
+@pytest.mark.parametrize("target", [TPU, GPU])
+@pytest.mark.parametrize("tensor", ["decoder_layer_input", "middle"])
+def test_offload_in_periods_beats_recomputation(target, tensor):
+    """All of the tensor is on the host, and the device needs less than if it were recomputed."""
+    repeats, tokens, width = 32, 8192, 512
+
+    def layer(w, x):
+        x = x + checkpoint_name(x @ w["middle"], "middle")
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    shapes = {"middle": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    w = {k: jax.ShapeDtypeStruct((repeats, *s), jnp.float32) for k, s in shapes.items()}
+    stack = [Stacked((jax.tree_util.Partial(layer, w),), repeats)]
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+
+    def report(policy):
+        loss = lambda s, x: jnp.mean(run_stack(s, x, policy=policy).x ** 2)  # noqa: E731
+        return memory_report(jax.grad(loss), stack, x, target=target)
+
+    offloaded = report(Policy(offload=(tensor,)))
+    assert offloaded.host == repeats * tokens * width * 4
+    assert offloaded.peak < report("full").peak
 
 
 # -- Transformations -------------------------------------------------------------------------------
