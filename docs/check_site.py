@@ -149,13 +149,11 @@ class Visit:
             self._page.locator("label.md-header__button[for=__search]").click()
         else:
             self._page.locator("input.md-search__input").click()
-        for _ in range(20):  # what is typed before the page's script listens is lost
-            self._page.locator("input.md-search__input").fill("")
-            self._page.locator("input.md-search__input").fill(words)
-            with contextlib.suppress(TimeoutError):
-                self._page.locator(".md-search-result__item").first.wait_for(timeout=3_000)
-                break
-        else:
+        self._page.locator("input.md-search__input").fill(words)
+        self._page.keyboard.press("End")  # the page looks at what is typed when a key is let go
+        try:
+            self._page.locator(".md-search-result__item").first.wait_for()
+        except TimeoutError:
             return self._blame("the search finds nothing")
         if words not in self._page.locator(".md-search-result__list").inner_text():
             self._blame("the search finds something else")

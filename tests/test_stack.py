@@ -246,16 +246,16 @@ def test_streams_of_any_kind():
 
 @pytest.mark.parametrize("tensor", ["decoder_layer_input", "mlpwi"])
 @pytest.mark.parametrize("kinds", [["mlp"] * 4, PATTERN * 2], ids=["one", "period of three"])
-def test_offload_in_periods(tensor, kinds):
+def test_values_of_offload_in_periods(tensor, kinds):
     layers = [make(kind, seed) for seed, kind in enumerate(kinds)]
     policy = Policy(offload=(tensor,))
     check(layers, stream(jnp.float32), stack=stack_layers(layers), policy=policy)
 
 
 @pytest.mark.parametrize("target", [TPU, GPU])
-@pytest.mark.parametrize("tensor", ["decoder_layer_input", "middle"])
-def test_offload_in_periods_beats_recomputation(target, tensor):
-    """All of the tensor is on the host, and the device needs less than if it were recomputed."""
+def test_offload_in_periods(target):
+    """All of a tensor is on the host. Without the layers' inputs the device needs less than if they
+    stayed; a tensor in the middle costs about what recomputing it does, not what keeping it does."""
     repeats, tokens, width = 32, 8192, 512
 
     def layer(w, x):
@@ -271,9 +271,13 @@ def test_offload_in_periods_beats_recomputation(target, tensor):
         loss = lambda s, x: jnp.mean(run_stack(s, x, policy=policy).x ** 2)  # noqa: E731
         return memory_report(jax.grad(loss), stack, x, target=target)
 
-    offloaded = report(Policy(offload=(tensor,)))
-    assert offloaded.host == repeats * tokens * width * 4
-    assert offloaded.peak < report("full").peak
+    size = repeats * tokens * width * 4
+    full, saved = report("full"), report(Policy(save=("middle",)))
+    inputs = report(Policy(offload=("decoder_layer_input",)))
+    middle = report(Policy(offload=("middle",)))
+    assert (inputs.host, middle.host) == (size, size)
+    assert inputs.peak < full.peak - 0.7 * size
+    assert middle.peak <= 1.02 * full.peak < saved.peak - 0.7 * size
 
 
 # -- Transformations -------------------------------------------------------------------------------
