@@ -82,19 +82,27 @@ CORE = [
 NIGHTLY_JAX = "https://us-python.pkg.dev/ml-oss-artifacts-published/jax/simple/"
 
 
-def core(session: nox.Session, **env: str) -> None:
-    chosen = session.posargs or ["-m", "not slow and not aot"]
+def core(session: nox.Session, *more: str, **env: str) -> None:
+    chosen = session.posargs or ["-m", "not slow and not aot", *more]
     session.run("python", "-m", "pytest", "-n", "2", *CORE, *chosen, env=env)
+
+
+# What reads traces refuses to read those of jax_remat3: of these files a test of the refusal remains.
+READS_TRACES = "not (test_verify or test_residuals or assert_isolated) or remat3"
 
 
 @nox.session(python=NEWEST)
 @nox.parametrize(
-    "switch", [nox.param("JAX_REMAT3", id="remat3"), nox.param("JAX_ENABLE_X64", id="x64")]
+    ("switch", "chosen"),
+    [
+        nox.param("JAX_REMAT3", ("-k", READS_TRACES), id="remat3"),
+        nox.param("JAX_ENABLE_X64", (), id="x64"),
+    ],
 )
-def canary(session: nox.Session, switch: str) -> None:
+def canary(session: nox.Session, switch: str, chosen: tuple[str, ...]) -> None:
     """The core of the suite under a switch of JAX; on eight simulated devices, as all tests."""
     session.install("-e", ".", *group("test"))
-    core(session, **{switch: "1"})
+    core(session, *chosen, **{switch: "1"})
 
 
 @nox.session(python=NEWEST)

@@ -201,7 +201,15 @@ def flat_program(
 
     The function, from arrays to arrays; its arrays, as given; the same as abstract values; and which
     leaves of `(args, kwargs)` they are.
+
+    **Raises:** `NotImplementedError` under `jax_remat3`.
     """
+    if getattr(jax.config, "jax_remat3", False):
+        raise NotImplementedError(
+            "jax_remat3 is on, with which JAX traces checkpoints in another form: verify, residuals and "
+            "lint would misread the program. The wrappers and memory_report work with it; for the "
+            "others call jax.config.update('jax_remat3', False), or unset JAX_REMAT3, first."
+        )
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]

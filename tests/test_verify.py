@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from test_memory import needs_compiler
 
 import remat_scan._isolation as isolation_module
-from remat_scan import Policy, checkpointed_layer, isolated_scan, verify
+from remat_scan import Policy, checkpointed_layer, isolated_scan, lint, residuals, verify
 from remat_scan._cli import main
 from remat_scan._regions import MARK, find_regions
 
@@ -508,3 +508,19 @@ def test_the_exit_code_is_the_verdict(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["ok"] is False
     assert main(["verify", "proof_of_user:good", "--layers", "3"]) == 1
     assert main(["verify", "proof_of_user:good", "--target", "h10"]) == 2
+
+
+# -- Under jax_remat3 ------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this jax has no jax_remat3")
+@pytest.mark.parametrize("read", [verify, residuals, lint])
+def test_refuses_traces_of_remat3(read):
+    before = jax.config.jax_remat3
+    fn, ws, x = stack([checkpointed_layer(mlp)] * 2)
+    jax.config.update("jax_remat3", True)
+    try:
+        with pytest.raises(NotImplementedError, match="unset JAX_REMAT3"):
+            read(fn, ws, x)
+    finally:
+        jax.config.update("jax_remat3", before)
