@@ -206,9 +206,9 @@ def flat_program(
     """
     if getattr(jax.config, "jax_remat3", False):
         raise NotImplementedError(
-            "jax_remat3 is on, with which JAX traces checkpoints in another form: verify, residuals and "
-            "lint would misread the program. The wrappers and memory_report work with it; for the "
-            "others call jax.config.update('jax_remat3', False), or unset JAX_REMAT3, first."
+            "jax_remat3 is on, and verify, residuals and lint would misread the form that checkpoints "
+            "have with it. The wrappers and memory_report do work. For the others first call "
+            "jax.config.update('jax_remat3', False), or unset JAX_REMAT3."
         )
     leaves, treedef = jax.tree.flatten((args, kwargs))
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
