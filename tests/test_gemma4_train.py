@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools as ft
 import json
 import math
 import os
@@ -30,7 +31,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from examples.gemma4 import data, loop, train, weights
-from examples.gemma4.checkpoints import Checkpoints
+from examples.gemma4.checkpoints import Checkpoints, claim
 from examples.gemma4.config import FULL, SLIDING, Config, load_config
 from examples.gemma4.model import Gemma4
 from examples.gemma4.sharding import (
@@ -49,6 +50,7 @@ from examples.gemma4.step import (
     make_train_step,
     model_flops,
 )
+from remat_scan import unstack_layers
 from remat_scan._flops import count_flops
 
 ROOT = Path(__file__).parent.parent
@@ -252,6 +254,44 @@ def test_losses_are_the_same_on_every_mesh(run: list[str], finished: Path) -> No
     words, columns = state.model.embed_tokens_per_layer.weight.shape
     assert f"[{words // 8},{columns}]" in program
     assert f"[{words},{columns}]" not in program
+
+
+def test_periods_are_the_same_training() -> None:
+    """The same start, the same places, and after some steps of AdamW that decays the same model."""
+    config = dataclasses.replace(SMALL, layer_types=(SLIDING, SLIDING), num_kv_shared_layers=0)
+    mesh = make_mesh(fsdp=4, tensor=2)
+    optimizer = make_optimizer(learning_rate=0.003, warmup=2, steps=STEPS)
+    ids = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, config.vocab_size)
+    ids = jax.device_put(ids, batch_sharding(mesh))
+    losses, models = {}, {}
+    for periods in (False, True):
+        state = init_state(config, mesh, optimizer, periods=periods)
+        step: Any = make_train_step(
+            config, mesh, optimizer, compute="float32", loss_block=64, periods=periods
+        )
+        losses[periods] = []
+        for _ in range(4):
+            state, metrics = step(state, ids)
+            losses[periods].append(float(metrics.loss))
+        models[periods] = state.model
+    (stacked,), plain = models[True].layers, models[False].layers
+    assert (len(stacked.period), stacked.repeats) == (1, 2)
+    np.testing.assert_allclose(losses[True], losses[False], **SAME)
+    for alike, one in zip(unstack_layers(models[True].layers), plain, strict=True):
+        jax.tree.map(ft.partial(np.testing.assert_allclose, rtol=0, atol=2e-4), alike, one)
+    for together, one in zip(stacked.period, plain, strict=False):
+        for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(one), strict=True):
+            alone = b.sharding.shard_shape(b.shape)
+            assert a.sharding.shard_shape(a.shape) == (2, *alone)
+    assert replicated_matrices(models[True], make_mesh(fsdp=8, devices=8)) == []
+
+
+@pytest.mark.parametrize("periods", [False, True])
+def test_a_run_goes_on_in_periods_only_if_it_began_so(tmp_path: Path, periods: bool) -> None:
+    for _ in range(2):
+        claim(tmp_path, SMALL, None, periods=periods)
+    with pytest.raises(ValueError, match=f"a run {'with' if periods else 'without'} --periods"):
+        claim(tmp_path, SMALL, None, periods=not periods)
 
 
 def test_weights_stay_in_float32_and_are_updated_in_place() -> None:

@@ -104,9 +104,9 @@ def _named(tree: Any) -> Arrays:
 # -- The folder of a run -----------------------------------------------------------------------------
 
 
-def claim(folder: Path, config: Config, tokenizer: Path | None) -> None:
-    """Writes what a checkpoint needs to be used later: the config and the tokenizer. With several
-    processes the first one writes.
+def claim(folder: Path, config: Config, tokenizer: Path | None, *, periods: bool = False) -> None:
+    """Writes what a checkpoint needs to be used later: the config, the tokenizer, and whether the
+    layers are in periods. With several processes the first one writes.
 
     **Raises:** `ValueError` if the folder holds a run of another model.
     """
@@ -114,9 +114,17 @@ def claim(folder: Path, config: Config, tokenizer: Path | None) -> None:
         old, new = found.to_dict(), config.to_dict()
         changed = ", ".join(f"{k} {old[k]} → {new[k]}" for k in new if old[k] != new[k])
         raise ValueError(f"{folder} holds a run of another model ({changed}); take another folder")
+    mark = folder / "in_periods"
+    if (folder / "config.json").exists() and mark.exists() != periods:
+        raise ValueError(
+            f"{folder} holds a run {'with' if mark.exists() else 'without'} --periods, whose checkpoints are "
+            "laid out otherwise; go on as it began, or take another folder"
+        )
     if jax.process_index() != 0:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if periods:
+        mark.touch()
     write_whole(folder / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
     if tokenizer is not None:
         path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer

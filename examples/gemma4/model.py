@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from remat_scan import Stacked, StackLayer, run_stack
+from remat_scan import Stacked, StackLayer, run_stack, stack_layers
 
 from .attention import Kernel, Mask
 from .config import Config
@@ -24,7 +24,7 @@ class Gemma4(eqx.Module):
 
     `model(ids)` is the whole forward pass; `hidden` stops before the vocabulary, for a loss that
     never holds all logits. `embed`, `per_layer_inputs` and `head` are the pieces around the layers.
-    `layers` may be `remat_scan.stack_layers(layers)`, for a program that compiles faster.
+    `in_periods` stacks the layers that repeat, for a program that compiles faster.
     """
 
     embed_tokens: Embedding
@@ -90,6 +90,11 @@ class Gemma4(eqx.Module):
         options = {"policy": policy, "isolation": isolation}
         h = run_stack(self._stack(rows), h, *args, per_layer=own, **options).x
         return self.norm(h)
+
+    def in_periods(self) -> "Gemma4":
+        """The same model with repeated layers stacked: of E2B, three times five layers that have
+        keys and values and four times five that read them. See `remat_scan.stack_layers`."""
+        return eqx.tree_at(lambda m: m.layers, self, tuple(stack_layers(self.layers)))
 
     def _stack(self, rows: Rows | None) -> list[StackLayer | Stacked]:
         """The layers, and who reads whose keys and values: those of the last layer of the same type

@@ -108,7 +108,7 @@ def replicated_matrices(model: Gemma4, mesh: AnyMesh) -> list[str]:
     """The matrices that some axis of the mesh, `data` aside, does not cut, and why, one a line."""
     lines = []
     for path, x in jax.tree_util.tree_leaves_with_path(model):
-        if x.ndim < 2:
+        if x.ndim - is_stacked(path) < 2:
             continue
         spec = _spec(path, x.shape, mesh.shape, model.config)
         used = {
@@ -129,8 +129,10 @@ def _spec(
     Where the size of an axis does not divide the one, `fsdp` takes the other dimension; where that
     does not go either, the axis leaves the matrix whole. Tables that are cut by words alone take the
     words first. Vectors are too small to be worth a
-    collective, so every device has them.
+    collective, so every device has them. Stacked layers are cut as each of them would be.
     """
+    stacked = is_stacked(path)
+    shape = shape[stacked:]
     if len(shape) < 2:
         return PartitionSpec()
     fsdp, tensor = mesh["fsdp"], mesh["tensor"]
@@ -146,7 +148,13 @@ def _spec(
         if fsdp > 1 and sizes[i] % fsdp == 0:
             parts[i].append("fsdp")
             break
-    return PartitionSpec(*(tuple(p) if len(p) > 1 else p[0] if p else None for p in parts))
+    spec = (tuple(p) if len(p) > 1 else p[0] if p else None for p in parts)
+    return PartitionSpec(*(None,) * stacked, *spec)
+
+
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Whether the array at this path is one of several layers' together."""
+    return any(isinstance(k, jax.tree_util.GetAttrKey) and k.name == "period" for k in path)
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -20,7 +20,7 @@ from .attention import Kernel, Sharded
 from .config import FULL, Config
 from .loss import next_token_loss
 from .model import Gemma4
-from .sharding import AnyMesh, batch_sharding, on_mesh, rows_on_mesh, shardings
+from .sharding import AnyMesh, batch_sharding, is_stacked, on_mesh, rows_on_mesh, shardings
 from .weights import load as load_weights
 
 
@@ -72,15 +72,19 @@ def _layer_scalars(tree: Any) -> Any:
 
 
 def _matrices(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim >= 2, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, x: x.ndim - is_stacked(path) >= 2, tree)
 
 
 def abstract_state(
-    config: Config, mesh: AnyMesh, optimizer: optax.GradientTransformation | None = None
+    config: Config,
+    mesh: AnyMesh,
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    periods: bool = False,
 ) -> State:
     """The shapes and shardings of a training state; takes no memory."""
     optimizer = make_optimizer() if optimizer is None else optimizer
-    shapes = jax.eval_shape(_new_state(config, optimizer), jax.random.key(0))
+    shapes = jax.eval_shape(_new_state(config, optimizer, periods), jax.random.key(0))
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         shapes,
@@ -95,26 +99,38 @@ def init_state(
     *,
     seed: int = 0,
     weights: Path | None = None,
+    periods: bool = False,
 ) -> State:
     """A new state, each device making its own part. The same numbers on every mesh.
 
-    **Arguments:** `weights`: a Hugging Face checkpoint to start from instead of random numbers.
+    **Arguments:**
+
+    - `weights`: a Hugging Face checkpoint to start from instead of random numbers.
+    - `periods`: the model as its `in_periods` has it. Loaded weights are then there twice until they
+        are stacked.
     """
     optimizer = make_optimizer() if optimizer is None else optimizer
-    abstract = abstract_state(config, mesh, optimizer)
+    abstract = abstract_state(config, mesh, optimizer, periods=periods)
     places = jax.tree.map(lambda x: x.sharding, abstract)
     if weights is None:
-        return jax.jit(_new_state(config, optimizer), out_shardings=places)(jax.random.key(seed))
-    model = load_weights(weights, abstract.model)
+        new_state = _new_state(config, optimizer, periods)
+        return jax.jit(new_state, out_shardings=places)(jax.random.key(seed))
+    model = load_weights(weights, abstract_state(config, mesh, optimizer).model)
+    if periods:
+        model = model.in_periods()
     init: Any = optimizer.init
     return State(model, jax.jit(init, out_shardings=places.optimizer)(model))
 
 
-def _new_state(config: Config, optimizer: optax.GradientTransformation) -> Callable[..., State]:
+def _new_state(
+    config: Config, optimizer: optax.GradientTransformation, periods: bool
+) -> Callable[..., State]:
     init: Any = optimizer.init  # optax types parameters as pytrees other than modules
 
     def new_state(key: Array) -> State:
         model = Gemma4(config, key=key)
+        if periods:
+            model = model.in_periods()
         return State(model, init(model))
 
     return new_state
@@ -134,6 +150,7 @@ def make_train_step(
     kernel: Kernel = "auto",
     compute: DTypeLike = jnp.bfloat16,
     rows: int | None = None,
+    periods: bool = False,
     loss_block: int = 4096,
     z_loss: float = 0.0,
 ) -> Step:
@@ -148,12 +165,15 @@ def make_train_step(
     - `compute`: the dtype of activations and of the weights where they are used.
     - `rows`: how many rows of its batch a device runs through a layer at a time; all by default. Then
         no tensor inside the layers can be kept, only `decoder_layer_input`.
+    - `periods`: for a state with `periods`.
     - `loss_block`: how many tokens' logits exist at a time, of all devices together.
 
     **Raises:** `ValueError` if `rows` are given and the policy keeps tensors inside layers.
     """
     optimizer = make_optimizer() if optimizer is None else optimizer
-    places = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh, optimizer))
+    places = jax.tree.map(
+        lambda x: x.sharding, abstract_state(config, mesh, optimizer, periods=periods)
+    )
     update: Any = optimizer.update  # optax types the parameters as other pytrees than modules
     kernel = _on_each_device(kernel, mesh, config)
     if rows is not None:

@@ -59,6 +59,7 @@ class Options:
     kernel: str
     compute: str
     rows: int | None
+    periods: bool
     loss_block: int
     data: int
     fsdp: int | None
@@ -92,18 +93,25 @@ def train(options: Options) -> int:
     start, position = 0, 0
     checkpoints = None
     if options.out is not None:
-        claim(options.out, config, options.tokenizer)
+        claim(options.out, config, options.tokenizer, periods=options.periods)
         checkpoints = Checkpoints(options.out / "checkpoints", options.keep)
     with contextlib.closing(checkpoints) if checkpoints else contextlib.nullcontext():
         if checkpoints and checkpoints.latest is not None:
-            abstract = abstract_state(config, mesh, optimizer)
+            abstract = abstract_state(config, mesh, optimizer, periods=options.periods)
             start, items, notes = checkpoints.restore(abstract._asdict())
             state = State(**items)
             same = notes["source"] == source.fingerprint
             position = notes["position"] if same else 0
             say(f"going on after step {start}" + ("" if same else ", with other data"))
         else:
-            state = init_state(config, mesh, optimizer, seed=options.seed, weights=options.weights)
+            state = init_state(
+                config,
+                mesh,
+                optimizer,
+                seed=options.seed,
+                weights=options.weights,
+                periods=options.periods,
+            )
         introduce(state.model, mesh, shape)
         loop = Loop(
             steps=options.steps,
@@ -136,7 +144,7 @@ def report(options: Options) -> int:
         splash = target.platform == "tpu" and all(D % 128 == 0 for D in sizes)
         kernel = "splash" if splash and options.length >= 128 else "blockwise"
     step_fn = _step(options, config, mesh, optimizer, kernel)
-    state = abstract_state(config, mesh, optimizer)
+    state = abstract_state(config, mesh, optimizer, periods=options.periods)
     batch = abstract_batch(mesh, *_batch_shape(options, mesh))
     if math.prod(mesh.shape.values()) == 1:  # one device of the target, whichever
         state, batch = jax.tree.map(
@@ -178,6 +186,7 @@ def _step(
         kernel=kernel,
         compute=options.compute,
         rows=options.rows,
+        periods=options.periods,
         loss_block=options.loss_block,
         z_loss=options.z_loss,
     )
@@ -308,6 +317,10 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--rows", type=positive, metavar="N",
         help="rows of its batch that a device runs through a layer at a time (all)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--periods", action="store_true",
+        help="stack the layers that repeat: compiles faster; a run stays with what it began with",
     )  # fmt: skip
     memory.add_argument(
         "--loss-block", type=positive, default=4096, metavar="N",
