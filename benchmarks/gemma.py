@@ -34,6 +34,7 @@ class Case:
             "jax.checkpoint": {"policy": self.policy, "isolation": "none"},
             "loop": {"policy": self.policy, "isolation": "loop"},
             "barrier": {"policy": self.policy, "isolation": "barrier"},
+            "periods": {"policy": self.policy, "isolation": "barrier", "periods": True},
         }
         if self.rows > 1:
             for isolation in ("loop", "barrier"):
@@ -43,6 +44,11 @@ class Case:
                     "policy": INPUTS_ON_HOST,
                     **one_row,
                 }
+            ways["periods, a row at a time"] = {
+                "policy": self.policy,
+                **one_row,
+                "periods": True,
+            }
         return ways
 
     def program(self, target: str, way: str) -> tuple[Any, Any, Any]:
@@ -51,9 +57,11 @@ class Case:
         config, optimizer = self.config(), make_optimizer()
         mesh = make_mesh(fsdp=where.devices, devices=where.devices)
         kernel = "blockwise" if where.platform == "cuda" else "splash"
-        step = make_train_step(config, mesh, optimizer, kernel=kernel, **self.ways()[way])
+        options = self.ways()[way]
+        step = make_train_step(config, mesh, optimizer, kernel=kernel, **options)
         batch = abstract_batch(mesh, self.rows * where.devices, self.length)
-        return step, abstract_state(config, mesh, optimizer), batch
+        periods = options.get("periods", False)
+        return step, abstract_state(config, mesh, optimizer, periods=periods), batch
 
 
 CASES = {
