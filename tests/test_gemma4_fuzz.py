@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,36 @@ def test_a_training_checkpoint_whose_notes_have_no_end(tmp_path):
 
     with pytest.raises(ValueError, match=r"expected a checkpoint of .*: RecursionError"):
         restore()
+
+
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        ("tokenizer", 200069),  # the Rust library panics, with no Exception
+        ("logit reference", 200019),  # Python's parser objects to a header, by errors of its own
+        ("logit reference", 204287),  # ids beyond the vocabulary
+    ],
+)
+def test_what_an_hour_found(target, number, tmp_path):
+    target = fuzz_weights.TARGETS[target]
+    valid, folder = tmp_path / "valid", tmp_path / "case"
+    valid.mkdir()
+    target.make(valid)
+    fuzz_weights.spoil(target, number, valid, folder)
+    with pytest.raises(ValueError, match=r"tokenizer\.json|reference\.npz"):
+        target.read(folder)
+
+
+def test_a_header_that_makes_python_warn(tmp_path):
+    """To show a warning about text that it parses, Python looks for a file of that name."""
+    path, opened = tmp_path / "reference.npz", []
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2 is 2,), }"
+    array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("logits.npy", array)
+    watching = True
+    sys.addaudithook(lambda event, args: watching and event == "open" and opened.append(args[0]))
+    with pytest.raises(ValueError, match="logits: not a NumPy array"):
+        Reference(path).shape("logits")
+    watching = False
+    assert "<string>" not in map(str, opened)

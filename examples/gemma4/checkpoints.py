@@ -117,8 +117,8 @@ def claim(folder: Path, config: Config, tokenizer: Path | None, *, periods: bool
     mark = folder / "in_periods"
     if (folder / "config.json").exists() and mark.exists() != periods:
         raise ValueError(
-            f"{folder} holds a run {'with' if mark.exists() else 'without'} --periods, whose checkpoints are "
-            "laid out otherwise; go on as it began, or take another folder"
+            f"{folder} holds a run {'with' if mark.exists() else 'without'} --periods, whose "
+            "checkpoints are laid out otherwise; go on as it began, or take another folder"
         )
     if jax.process_index() != 0:
         return

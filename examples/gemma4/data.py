@@ -53,9 +53,11 @@ class HuggingFace:
         try:
             text = Path(path).read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except OSError:
+        except (OSError, MemoryError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # the package raises bare Exceptions
+        except (
+            BaseException
+        ) as error:  # bare Exceptions, and Rust's panics, which are not even those
             raise ValueError(
                 f"{path} is not a Hugging Face tokenizer.json: {shown(error)}"
             ) from None

@@ -9,6 +9,7 @@ gradients `grad.<key of the checkpoint>`.
 
 import contextlib
 import math
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Reference:
             self._zip = zipfile.ZipFile(path)
         except _BROKEN as error:
             raise ValueError(f"{path}: expected an .npz file: {shown(error)}") from error
-        self._path = path
+        self.path = path
         files = (i.filename for i in self._zip.infolist())
         self.names = {name.removesuffix(".npy") for name in files if name.endswith(".npy")}
 
@@ -59,25 +60,25 @@ class Reference:
                 wanted = ", ".join("any" if n is None else str(n) for n in shape)
                 types = " or ".join({"f": "float", "i": "int", "b": "bool"}[k] for k in kinds)
                 raise ValueError(
-                    f"{self._path}: {name}: expected {types} [{wanted}], found {dtype} "
-                    f"{list(found)}"
+                    f"{self.path}: {name}: expected {types} [{wanted}], found {dtype} {list(found)}"
                 )
             try:
                 file.seek(0)
-                return np.lib.format.read_array(file, allow_pickle=False)
+                with warnings.catch_warnings(action="ignore"):
+                    return np.lib.format.read_array(file, allow_pickle=False)
             except (ValueError, *_DAMAGED) as error:
-                raise ValueError(f"{self._path}: {name}: corrupted: {shown(error)}") from error
+                raise ValueError(f"{self.path}: {name}: corrupted: {shown(error)}") from error
 
     @contextlib.contextmanager
     def _member(self, name: str) -> Iterator[tuple[Any, tuple[int, ...], np.dtype]]:
         if name not in self.names:
-            raise ValueError(f"{self._path} has no {name!r}")
+            raise ValueError(f"{self.path} has no {name!r}")
         info = self._zip.getinfo(name + ".npy")
         # NumPy stores or deflates, which packs a thousandfold at best.
         known = info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         if not known or info.file_size > 1100 * info.compress_size + 1024:
             raise ValueError(
-                f"{self._path}: {name}: expected {info.file_size} bytes, stored or deflated, found "
+                f"{self.path}: {name}: expected {info.file_size} bytes, stored or deflated, found "
                 f"{info.compress_size} by method {info.compress_type}"
             )
         with contextlib.ExitStack() as stack:
@@ -87,14 +88,15 @@ class Reference:
                     (1, 0): np.lib.format.read_array_header_1_0,
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }[np.lib.format.read_magic(file)]
-                shape, _, dtype = read(file)
-            except (ValueError, KeyError, *_DAMAGED) as error:
+                with warnings.catch_warnings(action="ignore"):  # to show one, Python opens files
+                    shape, _, dtype = read(file)
+            except Exception as error:  # NumPy lets those of Python's own parser through
                 raise ValueError(
-                    f"{self._path}: {name}: not a NumPy array: {shown(error)}"
+                    f"{self.path}: {name}: not a NumPy array: {shown(error)}"
                 ) from error
             if file.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
                 raise ValueError(
-                    f"{self._path}: {name}: expected {math.prod(shape) * dtype.itemsize} bytes for "
+                    f"{self.path}: {name}: expected {math.prod(shape) * dtype.itemsize} bytes for "
                     f"{dtype} {list(shape)}, found {info.file_size - file.tell()}"
                 )
             yield file, shape, dtype
@@ -119,8 +121,8 @@ def batches(reference: Reference, config: Config) -> Iterator[Batch]:
         ids = reference.read(name, (rows, None), "i")
         if ids.min() < 0 or ids.max() >= words:
             raise ValueError(
-                f"{name}: expected ids below {words}, the model's vocabulary, found {ids.min()} to "
-                f"{ids.max()}"
+                f"{reference.path}: {name}: expected ids below {words}, the model's vocabulary, found "
+                f"{ids.min()} to {ids.max()}"
             )
         return ids.astype(np.int32)
 
