@@ -79,7 +79,9 @@ def run_stack(
     start of the backward pass, where an unrolled stack's come one after another. A period that is one
     boundary needs no isolation inside, since the iteration is the loop. In longer ones `"barrier"`
     acts in the backward pass alone, and keeps nothing more; `"loop"` and `"both"` keep a second copy
-    of the run's weights (each device its shard) for the backward pass.
+    of the run's weights (each device its shard) for the backward pass. Where a layer of such a period
+    offloads, it is kept apart as by `"barrier"` whatever is asked: XLA compiles no loop inside the scan
+    whose residuals lie on the host.
 
     **Arguments:**
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -234,14 +235,15 @@ def test_what_an_hour_found(target, number, tmp_path):
 
 def test_a_header_that_makes_python_warn(tmp_path):
     """To show a warning about text that it parses, Python looks for a file of that name."""
-    path, opened = tmp_path / "reference.npz", []
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2 is 2,), }"
+    path = tmp_path / "reference.npz"
+    header = rb"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), '\d': 0}"
     array = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("logits.npy", array)
-    watching = True
-    sys.addaudithook(lambda event, args: watching and event == "open" and opened.append(args[0]))
-    with pytest.raises(ValueError, match="logits: not a NumPy array"):
-        Reference(path).shape("logits")
-    watching = False
-    assert "<string>" not in map(str, opened)
+    with pytest.warns(match="invalid escape"):
+        compile(header, "<string>", "eval")  # what is to be seen
+    with warnings.catch_warnings(record=True) as shown_to_the_user:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="logits: not a NumPy array"):
+            Reference(path).shape("logits")
+    assert not shown_to_the_user

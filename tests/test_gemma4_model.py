@@ -22,7 +22,7 @@ from examples.gemma4.layers import gelu, rope
 from examples.gemma4.loss import next_token_loss
 from examples.gemma4.model import Gemma4
 from examples.gemma4.rows import Rows
-from remat_scan import POLICY_NAMES, stack_layers, unstack_layers
+from remat_scan import POLICY_NAMES, unstack_layers
 
 MODELS = ("tiny_e2b", "tiny_e4b")
 # Two float32 programs that sum in other orders: the references differ from float64 by 3e-5.
@@ -296,12 +296,23 @@ def test_some_rows_at_a_time():
         same(gradients(rows=Rows(size), isolation=isolation), wanted)
 
 
+def periods(model):
+    return [(len(s.period), s.repeats) for s in model.layers]
+
+
+@pytest.mark.parametrize(
+    ("config", "found"), [(Config.e2b(), [(5, 3), (5, 4)]), (Config.e4b(), [(6, 4), (6, 3)])]
+)
+def test_periods_of_the_full_models(config, found):
+    new = lambda key: Gemma4(config, key=key).in_periods()  # noqa: E731
+    assert periods(jax.eval_shape(new, jax.random.key(0))) == found
+
+
 def test_stacked_layers():
     """The layers as periods, found by themselves: those that make K/V, and those that read them."""
     model, ids = small((SLIDING, FULL) * 4, readers=4)
-    stack = tuple(stack_layers(model.layers))
-    assert [(len(s.period), s.repeats) for s in stack] == [(2, 2), (2, 2)]
-    stacked = eqx.tree_at(lambda m: m.layers, model, stack)
+    stacked = model.in_periods()
+    assert periods(stacked) == [(2, 2), (2, 2)]
     wanted = loss_and_gradients(model, ids, policy="none", isolation="none")
     same(loss_and_gradients(stacked, ids), wanted, tolerance=1e-4)  # twice as many layers
 

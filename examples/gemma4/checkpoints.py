@@ -125,6 +125,8 @@ def claim(folder: Path, config: Config, tokenizer: Path | None, *, periods: bool
     folder.mkdir(parents=True, exist_ok=True)
     if periods:
         mark.touch()
+    else:
+        mark.unlink(missing_ok=True)  # of a run that was killed before it had a config
     write_whole(folder / "config.json", json.dumps(config.to_dict(), indent=1) + "\n")
     if tokenizer is not None:
         path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer

@@ -55,9 +55,8 @@ class HuggingFace:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except (OSError, MemoryError, KeyboardInterrupt, SystemExit):
             raise
-        except (
-            BaseException
-        ) as error:  # bare Exceptions, and Rust's panics, which are not even those
+        # The package raises bare Exceptions, and where Rust panics not even those.
+        except BaseException as error:
             raise ValueError(
                 f"{path} is not a Hugging Face tokenizer.json: {shown(error)}"
             ) from None

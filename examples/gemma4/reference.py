@@ -64,8 +64,7 @@ class Reference:
                 )
             try:
                 file.seek(0)
-                with warnings.catch_warnings(action="ignore"):
-                    return np.lib.format.read_array(file, allow_pickle=False)
+                return np.lib.format.read_array(file, allow_pickle=False)
             except (ValueError, *_DAMAGED) as error:
                 raise ValueError(f"{self.path}: {name}: corrupted: {shown(error)}") from error
 
@@ -82,14 +81,15 @@ class Reference:
                 f"{info.compress_size} by method {info.compress_type}"
             )
         with contextlib.ExitStack() as stack:
+            # A header is parsed as Python, which would open files to show what it warns about.
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
             try:
                 file = stack.enter_context(self._zip.open(info))
                 read = {
                     (1, 0): np.lib.format.read_array_header_1_0,
                     (2, 0): np.lib.format.read_array_header_2_0,
                 }[np.lib.format.read_magic(file)]
-                with warnings.catch_warnings(action="ignore"):  # to show one, Python opens files
-                    shape, _, dtype = read(file)
+                shape, _, dtype = read(file)
             except Exception as error:  # NumPy lets those of Python's own parser through
                 raise ValueError(
                     f"{self.path}: {name}: not a NumPy array: {shown(error)}"
