@@ -110,3 +110,38 @@ def test_blocks_pay_in_collectives():
     }
     assert moved["periods"] < moved["periods, in blocks"] < moved["periods, by rows"]
     assert moved["periods, by rows"] <= 8.1 * moved["periods"]
+
+
+# -- Stacks and Gemma ------------------------------------------------------------------------------
+
+
+def figures(name, column, **where):
+    return {r["configuration"]: r[column] for r in rows(name, **where)}
+
+
+def test_nested_schedules_at_64_layers():
+    where = {"case": "64 layers", "target": "h100:8"}
+    peak, flops = (figures("stacks", c, **where) for c in ("peak_bytes", "flops"))
+    assert peak["2 levels, barrier"] <= 0.45 * peak["barrier"]
+    assert flops["2 levels, barrier"] <= 4 / 3 * flops["barrier"]  # one forward pass more
+
+
+@pytest.mark.parametrize("way", ["loop", "barrier", "periods"])
+def test_inputs_on_the_host_at_32_layers(way):
+    where = {"case": "32 layers", "target": "h100:8"}
+    peak, host = (figures("stacks", c, **where) for c in ("peak_bytes", "host_bytes"))
+    inputs = 32 * 8 * 8192 * 2048 * 2
+    assert host[f"input on host, {way}"] == inputs
+    assert peak[f"input on host, {way}"] < 0.5 * peak[way]
+
+
+@pytest.mark.parametrize(("target", "most"), [("tpu7x:2x2x1", 40), ("h200:8", 50)])
+def test_e2b_in_the_memory_it_should_need(target, most):
+    (row,) = rows(
+        "headline",
+        case="E2B, 24576 x 8, full",
+        target=target,
+        configuration="barrier, a row at a time",
+    )
+    assert row["peak_bytes"] <= most * 2**30
+    assert row["needs_bytes"] <= 45 * 2**30
