@@ -145,3 +145,14 @@ def test_e2b_in_the_memory_it_should_need(target, most):
     )
     assert row["peak_bytes"] <= most * 2**30
     assert row["needs_bytes"] <= 45 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [("E2B, 24576 x 8, full", "h200:8"), ("E2B, 8192 x 1, qkv_proj_offloaded", "h100:8")],
+)
+def test_e2b_recomputes_one_forward_pass_at_most(case, target):
+    found = figures("headline", "flops", case=case, target=target)
+    once = found.pop("no remat")
+    assert found
+    assert all(flops <= 1.30 * once for flops in found.values())
