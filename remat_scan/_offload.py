@@ -160,10 +160,12 @@ def _goes_to_host(jaxpr: Any, var: Any, policy: Policy) -> bool:
         return _goes_to_host(jaxpr, eqn.invars[0], policy)
     if (tag := getattr(eqn.params.get("_prim"), "name", None)) is not None:  # under jax_remat3
         return policy.action(tag) == "offload"
-    inner = eqn.params.get("jaxpr")
-    if inner is not None and len(inner.jaxpr.outvars if hasattr(inner, "jaxpr") else inner.outvars):
-        inner = getattr(inner, "jaxpr", inner)
-        return _goes_to_host(inner, inner.outvars[eqn.outvars.index(var)], policy)
+    index = eqn.outvars.index(var)
+    for inner in jax.extend.core.jaxprs_in_params(eqn.params):  # of `jit`, loops, all branches
+        if len(inner.outvars) == len(eqn.outvars) and _goes_to_host(
+            inner, inner.outvars[index], policy
+        ):
+            return True
     return (
         policy.unnamed == "offload_dots_with_no_batch_dims" and eqn.primitive.name == "dot_general"
     )

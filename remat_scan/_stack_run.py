@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from ._isolation import Isolation, isolate
 from ._layer import checkpointed_layer
@@ -87,6 +88,10 @@ def _run_units(
             later = slice(begin + hold, begin + hold + 1)
             x, held = _hold((x, [u.layers for u in units[later]]))
             units[later] = [u._replace(layers=a) for u, a in zip(units[later], held, strict=True)]
+        elif begin and units[begin].isolation != "none":
+            # Each layer adds to the cotangents of what all share; left alone, XLA keeps the terms of
+            # all layers and adds them up at the end.
+            x, args, values, written = _hold_cotangents((x, args, values, written))
         mine = units[begin:end]
         policy, isolation = mine[0].policy, mine[0].isolation
         if child != 1:
@@ -277,10 +282,16 @@ def _hold_cotangents(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(floats)
 
     def tie(primals: Any, tangents: Any) -> Any:
-        return primals[0], jax.lax.optimization_barrier(tangents[0])
+        # What is not differentiated stays so: its cotangents would be computed for nothing.
+        moving = [i for i, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+        held = list(tangents[0])
+        tied = jax.lax.optimization_barrier([held[i] for i in moving])
+        for i, t in zip(moving, tied, strict=True):
+            held[i] = t
+        return primals[0], held
 
     same = jax.custom_jvp(lambda leaves: leaves)
-    same.defjvp(tie)
+    same.defjvp(tie, symbolic_zeros=True)
     return eqx.combine(jax.tree.unflatten(treedef, same(leaves)), rest)
 
 

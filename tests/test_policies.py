@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 
-from remat_scan import POLICY_NAMES, TENSOR_NAMES, Policy, checkpointed_layer
+from remat_scan import POLICY_NAMES, TENSOR_NAMES, Policy, blockwise, checkpointed_layer
 from remat_scan._policies import resolve
 
 # A layer in which every tensor that the policies know has a length of its own.
@@ -125,6 +125,62 @@ def test_bare_callables_under_both_remats(remat3, isolation):
             assert "unnamed" not in kept(only_sin, isolation, lambda x: layer(x))
     else:
         assert "unnamed" in kept(only_sin, isolation, lambda x: layer(x))
+
+
+def _branches(fn, x):
+    return jax.lax.cond(x[0, 0] > 0, fn, lambda x: 2 * x, x)
+
+
+def _custom(fn, x):
+    wrapped = jax.custom_jvp(fn)
+    wrapped.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
+    return wrapped(x)
+
+
+WITHIN = {
+    "jit": lambda fn, x: jax.jit(fn)(x),
+    "checkpoint": lambda fn, x: jax.checkpoint(fn)(x),
+    "scan": lambda fn, x: jax.lax.scan(lambda c, x: (c, fn(x)), 0, x[:, None])[1][:, 0],
+    "vmap": lambda fn, x: jax.vmap(fn)(x[:, None])[:, 0],
+    "cond": _branches,
+    "custom_jvp": _custom,
+    "blockwise": lambda fn, x: blockwise(fn, axis=0, size=2)(x),
+    "one block": lambda fn, x: blockwise(fn, axis=0, size=8)(x),
+    "blocks and a rest": lambda fn, x: blockwise(fn, axis=0, size=3)(x),
+}
+
+
+@pytest.mark.parametrize("isolation", ["loop", "barrier"])
+@pytest.mark.parametrize("within", WITHIN)
+def test_names_are_found_wherever_they_are(within, isolation):
+    """What is kept is all of the tensor, and when it is to be offloaded, on the host: in silence it
+    would cost what it was meant to save."""
+
+    def named(x):
+        return jnp.sin(checkpoint_name(jnp.sin(x), "q"))
+
+    def gradients(policy, isolation):
+        layer = checkpointed_layer(
+            lambda x: WITHIN[within](named, x), policy=policy, isolation=isolation
+        )
+        return jax.grad(lambda x: jnp.sum(layer(x) ** 2))
+
+    def sizes(policy, space):
+        """Of all that crosses from the forward to the backward pass."""
+        layer = checkpointed_layer(
+            lambda x: WITHIN[within](named, x), policy=policy, isolation=isolation
+        )
+        kept = jax.make_jaxpr(lambda x: jax.tree.leaves(jax.vjp(layer, x)[1]))(x)
+        outs = {id(v): v.aval for v in kept.jaxpr.outvars}
+        return sum(a.size for a in outs.values() if a.ndim > 1 and a.memory_space == space)
+
+    x = jnp.linspace(0.1, 2, 32).reshape(8, 4)
+    wanted = gradients("full", "none")(x)
+    for policy in (Policy(save=("q",)), Policy(offload=("q",))):
+        on_host = x.size if policy.offloads else 0
+        assert sizes(policy, jax.memory.Space.Host) == on_host
+        assert sizes(policy, jax.memory.Space.Device) == 2 * x.size - on_host  # the input too
+        assert jnp.allclose(gradients(policy, isolation)(x), wanted, rtol=1e-5)
 
 
 def test_dots(remat3):
