@@ -82,8 +82,8 @@ def blockwise(
 
     Each block is a checkpoint: only the function's inputs are kept for the backward pass. Inside a
     [`remat_scan.checkpointed_layer`][] that costs no FLOPs: recomputing the layer does not need the
-    result of what comes last in it, so the blocks run once forward and once backward. Names given
-    with `jax.ad_checkpoint.checkpoint_name` inside `fn` are not seen by an outer policy.
+    result of what comes last in it, so the blocks run once forward and once backward. A policy
+    around it finds tensors inside `fn` by their names, and keeps them of all blocks.
 
     **Arguments:**
 

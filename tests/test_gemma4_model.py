@@ -22,7 +22,7 @@ from examples.gemma4.layers import gelu, rope
 from examples.gemma4.loss import next_token_loss
 from examples.gemma4.model import Gemma4
 from examples.gemma4.rows import Rows
-from remat_scan import POLICY_NAMES, unstack_layers
+from remat_scan import POLICY_NAMES, Policy
 
 MODELS = ("tiny_e2b", "tiny_e4b")
 # Two float32 programs that sum in other orders: the references differ from float64 by 3e-5.
@@ -181,10 +181,11 @@ def inner_jaxprs(params):
 
 
 def loss_and_gradients(model, ids, **options):
-    """The gradients by name; those of stacked layers one by one."""
+    """The gradients by name; those of a model in periods as of one without."""
     step = jax.jit(jax.value_and_grad(lambda m: next_token_loss(m, ids, **options).total))
     value, grads = step(model)
-    grads = eqx.tree_at(lambda m: m.layers, grads, tuple(unstack_layers(grads.layers)))
+    if model.embed_tokens_per_layer is None:
+        grads = grads.one_by_one()
     return value, dict(zip(weights.stored_names(grads), jax.tree.leaves(grads), strict=True))
 
 
@@ -292,8 +293,14 @@ def test_some_rows_at_a_time():
     segments = jnp.arange(10) // jnp.asarray([[3], [4], [5], [9]])
     gradients = ft.partial(loss_and_gradients, model, ids, valid=valid, segments=segments)
     wanted = gradients(policy="none", isolation="none")
-    for size, isolation in ((None, "loop"), (1, "loop"), (3, "barrier")):
-        same(gradients(rows=Rows(size), isolation=isolation), wanted)
+    for size, isolation, policy in (
+        (None, "loop", "full"),
+        (1, "loop", "full"),
+        (3, "barrier", "full"),
+        (1, "loop", "qkv_proj_offloaded"),
+        (3, "barrier", Policy(offload=("decoder_layer_input",))),
+    ):
+        same(gradients(rows=Rows(size), isolation=isolation, policy=policy), wanted)
 
 
 def periods(model):
@@ -315,6 +322,11 @@ def test_stacked_layers():
     assert periods(stacked) == [(2, 2), (2, 2)]
     wanted = loss_and_gradients(model, ids, policy="none", isolation="none")
     same(loss_and_gradients(stacked, ids), wanted, tolerance=1e-4)  # twice as many layers
+    blocks = loss_and_gradients(stacked, ids, rows=Rows(1), policy="save_qkv_proj")
+    same(blocks, wanted, tolerance=1e-4)
+    back = stacked.one_by_one()
+    assert jax.tree.structure(back) == jax.tree.structure(model)
+    assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(model)))
 
 
 # -- Parts --------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
-from remat_scan import Stacked, StackLayer, run_stack, stack_layers
+from remat_scan import Stacked, StackLayer, run_stack, stack_layers, unstack_layers
 
 from .attention import Kernel, Mask
 from .config import Config
 from .layers import Embedding, Layer, Linear, RMSNorm, Tokens
-from .rows import InRows, PerLayerInput, Rows
+from .rows import InRows, OwnLayer, PerLayerInput, Rows
 
 
 class Gemma4(eqx.Module):
@@ -82,41 +82,78 @@ class Gemma4(eqx.Module):
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         h = self.embed(ids, dtype)
         args = (positions, Mask(valid=valid, segments=segments), kernel)
-        if rows is None:
+        own = None
+        if rows is None and not self._own_inputs:
             own = list(jnp.unstack(self.per_layer_inputs(ids, h), axis=2))
         else:
-            own = self._per_layer_input.each(self.config.num_layers)
-            args = (ids, h, *args)
+            args = (self.per_layer_projection_norm, ids, h, *args)
         options = {"policy": policy, "isolation": isolation}
         h = run_stack(self._stack(rows), h, *args, per_layer=own, **options).x
         return self.norm(h)
 
     def in_periods(self) -> "Gemma4":
         """The same model with repeated layers stacked: of E2B, three times five layers that have
-        keys and values and four times five that read them. See `remat_scan.stack_layers`."""
-        return eqx.tree_at(lambda m: m.layers, self, tuple(stack_layers(self.layers)))
+        keys and values and four times five that read them. See `remat_scan.stack_layers`.
+
+        Each layer then holds its own columns of the table and the projection of per-layer inputs, so
+        that nothing needs to be cut up, stacked or put together in a step; the model itself has
+        neither. It is for training: `hidden` works, `per_layer_inputs` does not. `one_by_one` leads
+        back.
+        """
+        own = self._per_layer_input.each(self.config.num_layers)
+        layers = [OwnLayer(layer, part) for layer, part in zip(self.layers, own, strict=True)]
+        return eqx.tree_at(
+            lambda m: (m.layers, m.embed_tokens_per_layer, m.per_layer_model_projection),
+            self,
+            (tuple(stack_layers(layers)), None, None),
+        )
+
+    def one_by_one(self) -> "Gemma4":
+        """What `in_periods` was called on: the layers as a checkpoint has them."""
+        layers = unstack_layers(self.layers)
+        tables, projections = zip(*(jax.tree.leaves(layer.own) for layer in layers), strict=True)
+        whole = (jnp.concatenate(tables, axis=1), jnp.concatenate(projections, axis=0))
+        own = eqx.tree_at(lambda own: jax.tree.leaves(own), layers[0].own, whole)
+        return eqx.tree_at(
+            lambda m: (m.layers, m.embed_tokens_per_layer, m.per_layer_model_projection),
+            self,
+            (
+                tuple(layer.layer for layer in layers),
+                own.embed_tokens_per_layer,
+                own.per_layer_model_projection,
+            ),
+            is_leaf=lambda x: x is None,
+        )
+
+    @property
+    def _own_inputs(self) -> bool:
+        return self.embed_tokens_per_layer is None
 
     def _stack(self, rows: Rows | None) -> list[StackLayer | Stacked]:
         """The layers, and who reads whose keys and values: those of the last layer of the same type
         that made some."""
+        stack: list[StackLayer | Stacked] = []
+        kinds = iter(self.config.layer_types)
+        items: tuple[Any, ...] = self.layers
+        if rows is not None and not self._own_inputs:
+            own = self._per_layer_input.each(self.config.num_layers)
+            items = tuple(OwnLayer(layer, part) for layer, part in zip(items, own, strict=True))
 
-        def declared(layer: Layer, kind: str) -> StackLayer:
-            fn = layer if rows is None else InRows(layer, rows)
+        def declared(item: Any) -> StackLayer:
+            layer, fn, kind = item, item, next(kinds)
+            if isinstance(item, OwnLayer):
+                layer, fn = item.layer, InRows(item.layer, item.own, rows or Rows())
             if layer.reads:
                 return StackLayer(fn, reads={"shared": kind}, name=kind)
             return StackLayer(fn, writes=kind, name=kind)
 
-        stack: list[StackLayer | Stacked] = []
-        kinds = iter(self.config.layer_types)
-        items: tuple[Any, ...] = self.layers
         for item in items:
             if isinstance(item, Stacked):
-                period = [declared(*pair) for pair in zip(item.period, kinds, strict=False)]
-                stack.append(Stacked(period, item.repeats))
-                for _ in range(len(period) * (item.repeats - 1)):
+                stack.append(Stacked([declared(layer) for layer in item.period], item.repeats))
+                for _ in range(len(item.period) * (item.repeats - 1)):
                     next(kinds)
             else:
-                stack.append(declared(item, next(kinds)))
+                stack.append(declared(item))
         return stack
 
     def embed(self, ids: Int[Array, "B T"], dtype: DTypeLike | None = None) -> Tokens:
@@ -126,15 +163,11 @@ class Gemma4(eqx.Module):
 
     def per_layer_inputs(self, ids: Int[Array, "B T"], h: Tokens) -> Float[Array, "B T L P"]:
         """What each layer adds of its own, given the ids and their scaled embeddings."""
-        return self._per_layer_input(ids, h)
+        return self._per_layer_input(ids, h, self.per_layer_projection_norm)
 
     @property
     def _per_layer_input(self) -> PerLayerInput:
-        return PerLayerInput(
-            self.embed_tokens_per_layer,
-            self.per_layer_model_projection,
-            self.per_layer_projection_norm,
-        )
+        return PerLayerInput(self.embed_tokens_per_layer, self.per_layer_model_projection)
 
     def head(self, h: Float[Array, "*n d"]) -> Float[Array, "*n V"]:
         """Logits of a normed stream, softcapped, in float32. The head is the embedding table (Press

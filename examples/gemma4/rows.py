@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from remat_scan import blockwise
@@ -29,26 +29,32 @@ class PerLayerInput(eqx.Module):
     slice of size P for each of the `L` layers that the table and the projection have columns for.
     """
 
-    table: Embedding
-    projection: Linear
-    norm: RMSNorm
+    embed_tokens_per_layer: Embedding
+    per_layer_model_projection: Linear
 
-    def __call__(self, ids: Int[Array, "B T"], h: Tokens) -> Float[Array, "B T L P"]:
-        assert self.norm.weight is not None
-        (P,), d = self.norm.weight.shape, h.shape[-1]
+    def __call__(self, ids: Int[Array, "B T"], h: Tokens, norm: RMSNorm) -> Float[Array, "B T L P"]:
+        assert norm.weight is not None
+        (P,), d = norm.weight.shape, h.shape[-1]
         shape = (*ids.shape, -1, P)
-        lookup = self.table(ids, P**0.5, h.dtype).reshape(shape)
-        context = self.norm((self.projection(h) * d**-0.5).reshape(shape))
+        lookup = self.embed_tokens_per_layer(ids, P**0.5, h.dtype).reshape(shape)
+        context = norm((self.per_layer_model_projection(h) * d**-0.5).reshape(shape))
         return (context + lookup) * 2**-0.5
 
     def each(self, count: int) -> list["PerLayerInput"]:
         """The same for one layer at a time."""
-        tables = jnp.split(self.table.weight, count, axis=1)
-        projections = jnp.split(self.projection.weight, count, axis=0)
+        tables = jnp.split(self.embed_tokens_per_layer.weight, count, axis=1)
+        projections = jnp.split(self.per_layer_model_projection.weight, count, axis=0)
         return [
-            eqx.tree_at(lambda own: (own.table.weight, own.projection.weight), self, parts)
+            eqx.tree_at(lambda own: jax.tree.leaves(own), self, parts)
             for parts in zip(tables, projections, strict=True)
         ]
+
+
+class OwnLayer(eqx.Module):
+    """A layer and what it needs to make its own input."""
+
+    layer: Layer
+    own: PerLayerInput
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,13 @@ class InRows(eqx.Module):
     """A layer that makes its own input, a block of rows at a time."""
 
     layer: Layer
+    own: PerLayerInput
     rows: Rows = eqx.field(static=True)
 
     def __call__(
         self,
         h: Tokens,
-        own: PerLayerInput,
+        norm: RMSNorm,
         ids: Int[Array, "B T"],
         embedded: Tokens,
         positions: Int[Array, "B T"],
@@ -87,21 +94,21 @@ class InRows(eqx.Module):
         shared: KV | None = None,
     ) -> Any:
         """As `Layer`, with what `own` needs in place of the layer's own input."""
-        # Policies do not see names inside blocks.
-        h = checkpoint_name(h, "decoder_layer_input")
         layer = self.layer
 
         def run(weights: Any, h: Tokens, shared: KV | None, *args: Any) -> Any:
-            layer, own = weights
+            layer, own, norm = weights
             ids, embedded, positions, mask = args
-            ple = own(ids, embedded)[:, :, 0]
+            ple = own(ids, embedded, norm)[:, :, 0]
             return layer(h, ple, positions, mask, kernel, shared=shared)
 
         if self.rows.size is None:
-            return run((layer, own), h, shared, ids, embedded, positions, mask)
+            weights = (layer, self.own, norm)
+            return run(weights, h, shared, ids, embedded, positions, mask)
         if self.rows.gather is not None:
             layer = self.rows.gather(layer, h.dtype)
         blocks = blockwise(
             run, axis=(None, *(0,) * 6), out=0, size=self.rows.size, shards=self.rows.shards
         )
-        return blocks((layer, own), h, shared, ids, embedded, positions, mask)
+        weights = (layer, self.own, norm)
+        return blocks(weights, h, shared, ids, embedded, positions, mask)

@@ -178,16 +178,18 @@ def on_mesh(model: Gemma4, mesh: AnyMesh) -> Gemma4:
     """
     if math.prod(mesh.shape.values()) == 1:
         return model
-    words, own = model.embed_tokens, model.embed_tokens_per_layer
-    by_words = own.weight.shape[0] % (mesh.shape["tensor"] * mesh.shape["fsdp"]) == 0
-    return eqx.tree_at(
-        lambda m: (m.embed_tokens, m.embed_tokens_per_layer),
-        model,
-        (
-            _SplitColumns(words, mesh),
-            _SplitWords(own, mesh) if by_words else _SplitColumns(own, mesh),
-        ),
-    )
+    by_words = model.config.vocab_size_per_layer_input % (
+        mesh.shape["tensor"] * mesh.shape["fsdp"]
+    ) == 0  # fmt: skip
+
+    def split(path: tuple[Any, ...], x: Any) -> Any:
+        if not isinstance(x, Embedding):
+            return x
+        own = _name(path) == "embed_tokens_per_layer"  # the model's, or one layer's columns of it
+        return _SplitWords(x, mesh) if own and by_words else _SplitColumns(x, mesh)
+
+    is_table = lambda x: isinstance(x, Embedding)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(split, model, is_leaf=is_table)
 
 
 def rows_on_mesh(size: int | None, mesh: AnyMesh, config: Config) -> Rows | None:

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from remat_scan import TENSOR_NAMES, Policy
-
 from .attention import Kernel, Sharded
 from .config import FULL, Config
 from .loss import next_token_loss
@@ -163,12 +161,9 @@ def make_train_step(
         apart, as for `remat_scan.checkpointed_layer`.
     - `kernel`: the attention kernel. On several devices each runs it on its own rows and heads.
     - `compute`: the dtype of activations and of the weights where they are used.
-    - `rows`: how many rows of its batch a device runs through a layer at a time; all by default. Then
-        no tensor inside the layers can be kept, only `decoder_layer_input`.
+    - `rows`: how many rows of its batch a device runs through a layer at a time; all by default.
     - `periods`: for a state with `periods`.
     - `loss_block`: how many tokens' logits exist at a time, of all devices together.
-
-    **Raises:** `ValueError` if `rows` are given and the policy keeps tensors inside layers.
     """
     optimizer = make_optimizer() if optimizer is None else optimizer
     places = jax.tree.map(
@@ -176,8 +171,6 @@ def make_train_step(
     )
     update: Any = optimizer.update  # optax types the parameters as other pytrees than modules
     kernel = _on_each_device(kernel, mesh, config)
-    if rows is not None:
-        _check_keeps_inputs_only(policy)
     blocks = rows_on_mesh(rows, mesh, config)
 
     def loss_of(model: Gemma4, batch: Batch) -> tuple[Array, Array]:
@@ -212,20 +205,6 @@ def _on_each_device(kernel: Kernel, mesh: AnyMesh, config: Config) -> Kernel:
         return kernel
     heads = "tensor" if config.num_attention_heads % mesh.shape["tensor"] == 0 else None
     return Sharded(kernel, mesh, ("data", "fsdp"), heads)
-
-
-def _check_keeps_inputs_only(policy: Any) -> None:
-    kept = [
-        name
-        for name in TENSOR_NAMES
-        if name != "decoder_layer_input" and (Policy() | policy).action(name) != "recompute"
-    ]
-    if kept:
-        raise ValueError(
-            f"layers that run some rows at a time can keep their inputs only, but the policy "
-            f"{str(policy)!r} keeps {', '.join(kept)}; take 'full', one that offloads "
-            "decoder_layer_input, or no rows"
-        )
 
 
 # -- What a step costs -------------------------------------------------------------------------------
