@@ -467,3 +467,43 @@ def test_an_exception_in_a_layer_arrives_unchanged():
     for stack in ([fail], [Stacked((fail,), 2)]):
         with pytest.raises(MineError, match="at layer"):
             run_stack(stack, np.ones(2))
+
+
+def barriers(jaxpr):
+    """The number of operands of each optimization barrier in a program, inner ones left out."""
+    return [len(e.invars) for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+
+
+@pytest.mark.parametrize("isolation", ["loop", "barrier", "none"])
+def test_cotangents_of_what_layers_share_are_added_up_layer_by_layer(isolation):
+    """Left alone, XLA keeps all terms of the sum until the end. What is not differentiated stays
+    out: its cotangents would be computed for nothing."""
+
+    def layer(x, memory, scale, shared):
+        return jnp.tanh(x + memory * scale + shared)
+
+    layers = [StackLayer(layer, reads="shared", name="reader")] * 3
+    x = jnp.linspace(-1, 1, 6)
+    memory, scale, shared = x + 1, x - 2, {"shared": x / 3}
+
+    def total(x, memory, scale, shared):
+        run = run_stack(layers, x, memory, scale, values=shared, isolation=isolation)
+        return jnp.sum(run.x)
+
+    def plain(x, memory, scale, shared):
+        for _ in layers:
+            x = layer(x, memory, scale, **shared)
+        return jnp.sum(x)
+
+    args = (x, memory, scale, shared)
+    found = {}
+    for wrt in ((0,), (0, 1), (0, 1, 3), (1,)):
+        gradient = jax.grad(total, wrt)
+        wanted = jax.grad(plain, wrt)(*args)
+        jax.tree.map(lambda a, b: assert_close(a, b, 3), gradient(*args), wanted)
+        found[wrt] = barriers(jax.make_jaxpr(gradient)(*args).jaxpr)
+    if isolation == "loop":  # between the layers: x, and what is differentiated of the rest
+        assert found == {(0,): [1, 1], (0, 1): [2, 2], (0, 1, 3): [3, 3], (1,): [2, 2]}
+    elif isolation == "none":
+        assert not any(found.values())
+    assert_close(jax.jvp(total, args, args)[1], jax.jvp(plain, args, args)[1], 3)
