@@ -4,6 +4,7 @@
 - `{{ alive: way }}`: the same from `schedule.json`, the program that the plots are drawn from;
 - `{{ report: way }}`: the report of that program; `{{ table: name }}`: all rows of a result file,
   `{{ peaks: name }}`: their peaks, side by side;
+- `{{ attempts }}`: what was tried on Gemma-4, from `attempts.json`;
 - `{{ columns: name / target / column, column }}`: some columns of a result file's rows for a target;
 - `{{ printed }}`: what the block of code before it prints; the code of such a page is run;
 - `{{ examples }}`: the list of examples, each with a page and a notebook made from its script;
@@ -136,6 +137,17 @@ def _cell(column: str, value: float | None) -> str:
     return f"{value / scale:,.{0 if scale > 1 else 2}f}"
 
 
+def _attempts(_: str) -> str:
+    lines = ["| attempt | expected | peak | what came of it |", "|---|---|--:|---|"]
+    rows = load("attempts")
+    for r in rows:
+        alike = (r["case"], r["target"]) == (rows[0]["case"], rows[0]["target"])
+        where = "" if alike else f" ({r['case']}, {r['target']})"
+        cells = (r["attempt"] + where, r["predicted"] or "–", gib(r["peak_bytes"]), r["found"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _examples(_: str) -> str:
     return "\n".join(f"- [{_title(p)}](examples/{p.stem}.md)" for p in EXAMPLES)
 
@@ -149,6 +161,7 @@ _FILL = {
     "table": _table,
     "peaks": _peaks,
     "columns": _columns,
+    "attempts": _attempts,
     "examples": _examples,
 }
 

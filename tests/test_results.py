@@ -147,6 +147,18 @@ def test_e2b_in_the_memory_it_should_need(target, most):
     assert row["needs_bytes"] <= 45 * 2**30
 
 
+def test_e2b_with_its_inputs_on_the_host():
+    (row,) = rows(
+        "headline",
+        case="E2B, 24576 x 8, full",
+        target="tpu7x:2x2x1",
+        configuration="loop, a row at a time, inputs on host",
+    )
+    assert row["host_bytes"] == 35 * 8 * 24576 * 1536 * 2
+    assert row["peak_bytes"] <= 24 * 2**30
+    assert row["needs_bytes"] <= 30 * 2**30
+
+
 @pytest.mark.parametrize(
     ("case", "target"),
     [("E2B, 24576 x 8, full", "h200:8"), ("E2B, 8192 x 1, qkv_proj_offloaded", "h100:8")],
