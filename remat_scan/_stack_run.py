@@ -81,17 +81,20 @@ def _run_units(
     units, begin = list(units), 0
     for child in tree:
         end = begin + size_of(child)
+        # Each layer adds to the cotangents of what all share; left alone, XLA keeps the terms of all
+        # layers and adds them up at the end.
+        shared = (x, args, values, written)
         if (hold := units[begin].hold) == "cotangents":
-            x, layers = _hold_cotangents((x, units[begin].layers))
+            shared, layers = _hold_cotangents((shared, units[begin].layers))
             units[begin] = units[begin]._replace(layers=layers)
         elif hold is not None:
             later = slice(begin + hold, begin + hold + 1)
             x, held = _hold((x, [u.layers for u in units[later]]))
             units[later] = [u._replace(layers=a) for u, a in zip(units[later], held, strict=True)]
+            shared = (x, args, values, written)
         elif begin and units[begin].isolation != "none":
-            # Each layer adds to the cotangents of what all share; left alone, XLA keeps the terms of
-            # all layers and adds them up at the end.
-            x, args, values, written = _hold_cotangents((x, args, values, written))
+            shared = _hold_cotangents(shared)
+        x, args, values, written = shared
         mine = units[begin:end]
         policy, isolation = mine[0].policy, mine[0].isolation
         if child != 1:

@@ -507,3 +507,25 @@ def test_cotangents_of_what_layers_share_are_added_up_layer_by_layer(isolation):
     elif isolation == "none":
         assert not any(found.values())
     assert_close(jax.jvp(total, args, args)[1], jax.jvp(plain, args, args)[1], 3)
+
+
+@pytest.mark.parametrize("target", [GPU])
+def test_what_layers_of_a_period_share_has_one_cotangent(target):
+    """In a period as between unrolled layers, the terms of the sum are not all there at once."""
+    tokens, width, size = 8192, 512, 8
+
+    def layer(w, x, memory):
+        return x + jax.nn.gelu((x + memory) @ w["up"]) @ w["down"]
+
+    shapes = {"up": (width, 2 * width), "down": (2 * width, width)}
+    w = {k: jax.ShapeDtypeStruct((3, *s), jnp.bfloat16) for k, s in shapes.items()}
+    stack = [Stacked([jax.tree_util.Partial(layer, w)] * size, 3)]
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+
+    def peak(wrt):
+        def loss(stack, x, memory):
+            return jnp.mean(run_stack(stack, x, memory, isolation="barrier").x.astype(float) ** 2)
+
+        return memory_report(jax.grad(loss, wrt), stack, x, x, target=target).peak
+
+    assert peak((0, 1, 2)) - peak((0, 1)) <= 3 * tokens * width * 2
