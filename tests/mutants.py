@@ -174,7 +174,7 @@ MUTATIONS = (
     Mutation("the last pattern counts", STACKS, "for pattern, found in matches.items() if i in found",
              "for pattern, found in reversed(matches.items()) if i in found", STACK),
     Mutation("overlap holds nothing", STACKS, '"barrier")(*leaves)', '"none")(*leaves)', STACK),
-    Mutation("no barrier inside a period", STACKS, "jax.lax.optimization_barrier(tangents[0])", "tangents[0]",
+    Mutation("no barrier inside a period", STACKS, "jax.lax.optimization_barrier([held[i] for i in moving])", "[held[i] for i in moving]",
              (*STACK[:1], "-k", "period")),
     Mutation("what is collected is numbered from 0", STACKS, "(start + size * r + j, take(more, r))",
              "(size * r + j, take(more, r))", STACK),
