@@ -290,7 +290,8 @@ def _hold_cotangents(tree: Any) -> Any:
         held = list(tangents[0])
         tied = jax.lax.optimization_barrier([held[i] for i in moving])
         for i, t in zip(moving, tied, strict=True):
-            held[i] = t
+            if jax.typeof(t) == jax.typeof(held[i]):  # jax 0.10 makes all vary over the mesh
+                held[i] = t
         return primals[0], held
 
     same = jax.custom_jvp(lambda leaves: leaves)

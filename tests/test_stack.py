@@ -529,3 +529,37 @@ def test_what_layers_of_a_period_share_has_one_cotangent(target):
         return memory_report(jax.grad(loss, wrt), stack, x, x, target=target).peak
 
     assert peak((0, 1, 2)) - peak((0, 1)) <= 3 * tokens * width * 2
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "periods"])
+def test_inside_shard_map(stacked):
+    """What layers share may be the same on all devices where the stream is not."""
+
+    def layer(w, x, memory):
+        return jnp.tanh(x * w + memory)
+
+    def of(run, w, x, memory):
+        mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+        P = PartitionSpec
+
+        def local(w, x, memory):
+            return jax.lax.psum(jnp.sum(run(w, x, memory)), "d")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P()), out_specs=P())(
+            w, x, memory
+        )
+
+    def ours(w, x, memory):
+        layers = [jax.tree_util.Partial(layer, w[i]) for i in range(3)]
+        stack = [Stacked([jax.tree_util.Partial(layer, w)], 3)] if stacked else layers
+        return run_stack(stack, x, memory).x
+
+    def plain(w, x, memory):
+        for i in range(3):
+            x = layer(w[i], x, memory)
+        return x
+
+    args = (jnp.linspace(0.5, 1, 3)[:, None], jnp.linspace(-1, 1, 32).reshape(8, 4), jnp.ones(4))
+    wanted = jax.grad(ft.partial(of, plain), (0, 1, 2))(*args)
+    got = jax.grad(ft.partial(of, ours), (0, 1, 2))(*args)
+    jax.tree.map(lambda a, b: assert_close(a, b, 40), got, wanted)
