@@ -282,11 +282,10 @@ def test_periods_are_the_same_training() -> None:
         for a, b in zip(jax.tree.leaves(together.layer), jax.tree.leaves(one), strict=True):
             alone = b.sharding.shard_shape(b.shape)
             assert a.sharding.shard_shape(a.shape) == (2, *alone)
-    (own,) = (layer.own for layer in stacked.period)  # words over both axes, as the table's are
-    (columns,) = own.embed_tokens_per_layer.weight.sharding.shard_shape(
-        own.embed_tokens_per_layer.weight.shape
-    )[1:2]
-    assert columns == config.vocab_size_per_layer_input // 8
+    table = stacked.period[0].own.embed_tokens_per_layer.weight  # words over both axes
+    P = config.hidden_size_per_layer_input
+    words = config.vocab_size_per_layer_input // 8
+    assert table.sharding.shard_shape(table.shape) == (2, words, P)
     assert replicated_matrices(models[True], make_mesh(fsdp=8, devices=8)) == []
 
 
