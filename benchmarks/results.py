@@ -1,6 +1,7 @@
 """Result files: one list of rows for each sub-command, each row remade only when it is missing."""
 
 import json
+import os
 import resource
 import subprocess
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 from remat_scan import MemoryReport
 
 FOLDER = Path(__file__).parent / "results"
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def load(name: str) -> list[dict[str, Any]]:
@@ -35,7 +37,8 @@ def measure(
     """The row for `key` and these versions from the file, or a new one, which is stored at once.
 
     `compile_seconds` is the wall's time, and depends on what else the machine does; `cpu_seconds` is
-    the compiling process's own, its start included. `more` adds figures of its own.
+    the compiling process's own, its start included. `flags` are those of whoever ran it. `more` adds
+    figures of its own.
     """
     rows = load(name)
     for row in rows:
@@ -53,6 +56,7 @@ def measure(
         "cpu_seconds": round(_cpu_seconds() - before, 1),
         **more(report),
         **versions,
+        "flags": " ".join(os.environ.get(name, "") for name in FLAGS).strip(),
         "commit": commit(),
     }
     kept = [r for r in load(name) if any(r[k] != v for k, v in key.items())]

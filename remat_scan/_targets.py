@@ -9,6 +9,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -173,7 +174,10 @@ def environment(target: Target) -> dict[str, str]:
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process waits on a lock file
         }
     if target.platform == "cuda":
-        env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+        # Without a GPU XLA can time no candidate, so all that it would compile for autotuning is for
+        # nothing; a flag that the user set comes later, and wins.
+        flags = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
+        env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags.strip()}
     return env
 
 

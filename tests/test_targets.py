@@ -56,3 +56,14 @@ def test_a_missing_plugin_says_what_to_install(monkeypatch):
 def test_targets_are_compiled_where_no_hardware_is_looked_for():
     assert environment(parse_target("h100"))["JAX_PLATFORMS"] == "cpu"
     assert environment(parse_target("v6e:2x2"))["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+
+
+def test_nothing_is_compiled_for_autotuning_but_if_asked(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert environment(parse_target("h100"))["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_dump_to=x")
+    flags = environment(parse_target("h100"))["XLA_FLAGS"].split()
+    # The last one wins.
+    assert [f for f in flags if "autotune" in f][-1] == "--xla_gpu_autotune_level=4"
+    assert "--xla_dump_to=x" in flags
+    assert "XLA_FLAGS" not in environment(parse_target("v6e:2x2"))
