@@ -289,20 +289,24 @@ def test_a_hugging_face_checkpoint_goes_on(folder: Path, capfd: pytest.CaptureFi
     assert generate.stop_ids(folder, model.config) == (1, 7)
 
 
-def test_a_training_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("periods", "tensor"), [(False, 1), (True, 1), (True, 2)])
+def test_a_training_run_goes_on(
+    periods: bool, tensor: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("orbax.checkpoint")
     from examples.gemma4.checkpoints import Checkpoints, claim
 
-    config = dataclasses.replace(
-        Config.tiny(), layer_types=("full_attention",), num_kv_shared_layers=0
-    )
+    config = dataclasses.replace(Config.tiny(), layer_types=(FULL,) * 2, num_kv_shared_layers=0)
     model = jax.jit(lambda key: Gemma4(config, key=key))(jax.random.key(0))
-    claim(tmp_path, config, None)
+    claim(tmp_path, config, None, periods=periods)
     with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
-        checkpoints.save(7, {"model": model, "optimizer": {"count": jnp.zeros(())}}, {})
+        trained = model.in_periods() if periods else model
+        checkpoints.save(7, {"model": trained, "optimizer": {"count": jnp.zeros(())}}, {})
     (tmp_path / "prompt.txt").write_text("héllo")
     argv = [str(tmp_path), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "4"]
-    assert generate.main([*argv, "--json"]) == 0
+    assert generate.main([*argv, "--tensor", str(tensor), "--json"]) == 0
+    loaded = generate.load(tmp_path, tensor=tensor)
+    jax.tree.map(np.testing.assert_array_equal, loaded, model)
     [row] = json.loads(capfd.readouterr().out)
     ids = [2, *(b + 3 for b in "héllo".encode())]
     want = generate.generate(model, np.array([ids]), max_new_tokens=4)

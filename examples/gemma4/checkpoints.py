@@ -103,6 +103,13 @@ def _named(tree: Any) -> Arrays:
 
 # -- The folder of a run -----------------------------------------------------------------------------
 
+_IN_PERIODS = "in_periods"
+
+
+def in_periods(folder: Path) -> bool:
+    """Whether the checkpoints of the run in this folder hold the layers in periods."""
+    return (folder / _IN_PERIODS).exists()
+
 
 def claim(folder: Path, config: Config, tokenizer: Path | None, *, periods: bool = False) -> None:
     """Writes what a checkpoint needs to be used later: the config, the tokenizer, and whether the
@@ -114,7 +121,7 @@ def claim(folder: Path, config: Config, tokenizer: Path | None, *, periods: bool
         old, new = found.to_dict(), config.to_dict()
         changed = ", ".join(f"{k} {old[k]} → {new[k]}" for k in new if old[k] != new[k])
         raise ValueError(f"{folder} holds a run of another model ({changed}); take another folder")
-    mark = folder / "in_periods"
+    mark = folder / _IN_PERIODS
     if (folder / "config.json").exists() and mark.exists() != periods:
         raise ValueError(
             f"{folder} holds a run {'with' if mark.exists() else 'without'} --periods, whose "

@@ -157,19 +157,27 @@ def load(folder: Path, *, tensor: int = 1, dtype: DTypeLike | None = None) -> Ge
     config, run = load_config(folder), (folder / "checkpoints").is_dir()
     if not run and tensor == 1 and dtype is None:
         return load_weights(folder)
-    shapes = abstract(config, dtype or jnp.float32)
     mesh = make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
-    model = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        shardings(shapes, mesh, config),
-    )
+
+    def placed(shapes: Gemma4) -> Gemma4:
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes,
+            shardings(shapes, mesh, config),
+        )
+
+    model = placed(abstract(config, dtype or jnp.float32))
     if not run:
         return load_weights(folder, model)
-    from .checkpoints import Checkpoints  # Orbax is needed for training runs only
+    from .checkpoints import Checkpoints, in_periods  # Orbax is needed for training runs only
 
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        return checkpoints.restore({"model": model}).items["model"]
+        if not in_periods(folder):
+            return checkpoints.restore({"model": model}).items["model"]
+        stacked = placed(jax.eval_shape(Gemma4.in_periods, model))
+        stacked = checkpoints.restore({"model": stacked}).items["model"]
+    places = jax.tree.map(lambda x: x.sharding, model)
+    return jax.jit(Gemma4.one_by_one, out_shardings=places)(stacked)
 
 
 def stop_ids(folder: Path, config: Config) -> tuple[int, ...]:
