@@ -225,7 +225,8 @@ def _export(
         return [x for x in jax.tree.leaves(fn(*args, **kwargs)) if is_array(x)]
 
     program.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    jitted = jax.jit(program, donate_argnums=donated)
+    # What is not read lies on the device too, and says on how many devices the program runs.
+    jitted = jax.jit(program, donate_argnums=donated, keep_unused=True)
     flops = count_flops(jitted.trace(*avals).jaxpr)
     exported = jax.export.export(
         jitted, platforms=[target.platform], disabled_checks=_AnyCustomCall.checks()

@@ -349,3 +349,12 @@ def test_whatever_jax_platforms_says():
     )
     assert out.returncode == 0, out.stderr[-2000:]
     assert int(out.stdout.split()[-1]) >= 2 * 128 * 128 * 4
+
+
+def test_an_argument_that_is_sharded_and_not_read():
+    mesh = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    unread = jax.ShapeDtypeStruct((64, 4), jnp.float32, sharding=rows)
+    y = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+    report = memory_report(lambda _, y: 2 * y, unread, y, target="cpu:8")
+    assert (report.arguments, report.outputs) == (1024 // 8 + 256, 256)
