@@ -18,7 +18,7 @@ from remat_scan import CompilerError, MemoryReport, MissingPluginError, memory_r
 from remat_scan._targets import check_installed, parse_target, versions
 
 from .overlap import collectives
-from .results import commit, load, measure, save
+from .results import load, made_by, measure, save
 from .stack import ISOLATION, WAYS, Stack
 from .tables import tables
 
@@ -123,7 +123,7 @@ def peers(options: argparse.Namespace) -> None:
                     ),
                 )
     if not (options.only or options.way) and options.target in (None, "cpu"):
-        rows = [r | versions(parse_target("cpu")) | {"commit": commit()} for r in on_cpu(20)]
+        rows = [r | versions(parse_target("cpu")) | made_by() for r in on_cpu(20)]
         save("peers", [r for r in load("peers") if r["target"] != "cpu"] + rows)
         for r in rows:
             print(f"{r['configuration']:<40}{r['step_ratio']:.2f} x")
@@ -175,7 +175,7 @@ def overhead(options: argparse.Namespace) -> None:
             row[f"{part}_seconds"] = round(statistics.median(seconds), 4)
             ratios = [a / b for a, b in zip(seconds, base[part], strict=True)]
             row[f"{part}_ratio"] = round(statistics.median(ratios), 3)
-        row |= versions(parse_target("cpu"))
+        row |= versions(parse_target("cpu")) | made_by()
         rows.append(row)
         print(way, {k: v for k, v in row.items() if k.endswith("_ratio")})
     save("overhead", rows)

@@ -11,7 +11,6 @@ from typing import Any
 from remat_scan import MemoryReport
 
 FOLDER = Path(__file__).parent / "results"
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def load(name: str) -> list[dict[str, Any]]:
@@ -37,8 +36,7 @@ def measure(
     """The row for `key` and these versions from the file, or a new one, which is stored at once.
 
     `compile_seconds` is the wall's time, and depends on what else the machine does; `cpu_seconds` is
-    the compiling process's own, its start included. `flags` are those of whoever ran it. `more` adds
-    figures of its own.
+    the compiling process's own, its start included. `more` adds figures of its own.
     """
     rows = load(name)
     for row in rows:
@@ -56,8 +54,7 @@ def measure(
         "cpu_seconds": round(_cpu_seconds() - before, 1),
         **more(report),
         **versions,
-        "flags": " ".join(os.environ.get(name, "") for name in FLAGS).strip(),
-        "commit": commit(),
+        **made_by(),
     }
     kept = [r for r in load(name) if any(r[k] != v for k, v in key.items())]
     save(name, [*kept, row])
@@ -67,6 +64,12 @@ def measure(
 def _cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def made_by() -> dict[str, str]:
+    """The flags of whoever ran it, and the commit."""
+    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    return {"flags": flags.strip(), "commit": commit()}
 
 
 def commit() -> str:

@@ -26,7 +26,7 @@ from remat_scan._hlo import (
 )
 from remat_scan._targets import check_installed, parse_target, versions
 
-from .results import commit, save
+from .results import made_by, save
 from .stack import Stack
 
 TARGET = "h100:8"
@@ -196,7 +196,7 @@ def main() -> int:
                 **found,
                 "report": json.loads(report.to_json().replace(root, "")),
                 **versions(where),
-                "commit": commit(),
+                **made_by(),
             }
         )
         peak, explained = report.peak or 0, found["peak_found_bytes"]

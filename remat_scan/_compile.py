@@ -119,10 +119,6 @@ def compile_in_child(job: Job, target: Target, timeout: float | None, progress: 
         package = str(Path(__file__).parent.parent)
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | environment(target) | {"PYTHONPATH": path}
-        if target.platform == "cpu":
-            flags = env.get("XLA_FLAGS", "").split()
-            count = "--xla_force_host_platform_device_count="
-            env["XLA_FLAGS"] = " ".join([*flags, f"{count}{target.devices}"])  # the last one wins
         with open(log_file, "wb") as log:
             child = subprocess.Popen(
                 [*_command(), str(job_file), str(result_file)],

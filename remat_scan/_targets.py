@@ -166,6 +166,9 @@ def check_installed(target: Target) -> None:
 def environment(target: Target) -> dict[str, str]:
     """What has to stand in the environment before jax starts, in a process of its own."""
     env = {"JAX_PLATFORMS": "cpu"}  # the host's; without it JAX looks for the real hardware
+    given = os.environ.get("XLA_FLAGS", "")  # of a flag that is there twice the last one wins
+    if target.platform == "cpu":
+        env["XLA_FLAGS"] = f"{given} --xla_force_host_platform_device_count={target.devices}"
     if target.platform == "tpu":
         env |= {
             "TPU_SKIP_MDS_QUERY": "1",
@@ -174,10 +177,9 @@ def environment(target: Target) -> dict[str, str]:
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process waits on a lock file
         }
     if target.platform == "cuda":
-        # Without a GPU XLA can time no candidate, so all that it would compile for autotuning is for
-        # nothing; a flag that the user set comes later, and wins.
-        flags = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
-        env |= {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags.strip()}
+        env["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        # XLA can time no candidate without a GPU: what it compiles for autotuning is for nothing.
+        env["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {given}"
     return env
 
 

@@ -307,6 +307,8 @@ def test_a_training_run_goes_on(
     assert generate.main([*argv, "--tensor", str(tensor), "--json"]) == 0
     loaded = generate.load(tmp_path, tensor=tensor)
     jax.tree.map(np.testing.assert_array_equal, loaded, model)
+    up = loaded.layers[0].mlp.up_proj.weight
+    assert up.sharding.shard_shape(up.shape)[0] == config.intermediate_size // tensor
     [row] = json.loads(capfd.readouterr().out)
     ids = [2, *(b + 3 for b in "héllo".encode())]
     want = generate.generate(model, np.array([ids]), max_new_tokens=4)

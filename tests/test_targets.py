@@ -60,10 +60,18 @@ def test_targets_are_compiled_where_no_hardware_is_looked_for():
 
 def test_nothing_is_compiled_for_autotuning_but_if_asked(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert environment(parse_target("h100"))["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+    assert environment(parse_target("h100"))["XLA_FLAGS"].split() == ["--xla_gpu_autotune_level=0"]
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4 --xla_dump_to=x")
     flags = environment(parse_target("h100"))["XLA_FLAGS"].split()
     # The last one wins.
     assert [f for f in flags if "autotune" in f][-1] == "--xla_gpu_autotune_level=4"
     assert "--xla_dump_to=x" in flags
     assert "XLA_FLAGS" not in environment(parse_target("v6e:2x2"))
+
+
+def test_the_targets_number_of_cpu_devices_wins(monkeypatch):
+    count = "--xla_force_host_platform_device_count="
+    monkeypatch.setenv("XLA_FLAGS", f"{count}2 --xla_dump_to=x")
+    flags = environment(parse_target("cpu:4"))["XLA_FLAGS"].split()
+    assert [f for f in flags if f.startswith(count)][-1] == f"{count}4"
+    assert "--xla_dump_to=x" in flags
