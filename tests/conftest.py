@@ -4,15 +4,8 @@ import os
 
 # Eight simulated devices for sharding tests; the accelerator plugins that may be installed are for
 # compiling only, and must not be started here.
-# Thousands of programs are compiled and each is run once, so LLVM is told not to try hard; what XLA
-# itself does to a program, and so its memory, stays the same.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
