@@ -279,7 +279,7 @@ def test_modules_alike_are_traced_once():
             traces += 1
             return jnp.tanh(x @ self.w)
 
-    layers = [Layer(jnp.eye(4) * i) for i in range(5)]
+    layers = [Layer(jnp.eye(4, dtype=jnp.float32) * i) for i in range(5)]
     x = stream(jnp.float32)
     got = x
     for layer in layers:
@@ -358,7 +358,8 @@ TAG = "skip-simplify-while-loops_trip-count-one"
 
 
 def compiled_stack(isolation, policy="full", n=3, width=64):
-    w = {"wi": jnp.ones((width, 4 * width)), "wo": jnp.ones((4 * width, width))}
+    ones = ft.partial(jnp.ones, dtype=jnp.float32)
+    w = {"wi": ones((width, 4 * width)), "wo": ones((4 * width, width))}
     ws = [w for _ in range(n)]
     layer = checkpointed_layer(mlp, isolation=isolation, policy=policy)
 
@@ -367,7 +368,7 @@ def compiled_stack(isolation, policy="full", n=3, width=64):
             x = layer(w, x)
         return jnp.sum(x**2)
 
-    return jax.jit(jax.grad(loss, (0, 1))).lower(ws, jnp.ones((512, width))).compile()
+    return jax.jit(jax.grad(loss, (0, 1))).lower(ws, ones((512, width))).compile()
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class Stack:
 
     def loss(self, wrap, floats, key, order):
         x, _, auxes = self.run(wrap, floats, key, order)
-        total = jnp.sum(x.astype(jnp.float32) * jnp.cos(jnp.arange(D)))
+        total = jnp.sum(x.astype(jnp.float32) * jnp.cos(jnp.arange(D, dtype=jnp.float32)))
         return total + sum(jnp.sum(a["norm"].astype(jnp.float32)) for a in auxes)
 
 

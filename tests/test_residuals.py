@@ -245,7 +245,7 @@ def test_a_policy_that_keeps_everything(wrap):
 
 
 def test_an_array_closed_over():
-    mask = jnp.tril(jnp.ones((T, T)))
+    mask = jnp.tril(jnp.ones((T, T), jnp.float32))
 
     def layer(w, x):
         return mlp(w, mask @ x)

@@ -127,6 +127,21 @@ def test_each_layer_really_gets_its_own_policy():
     assert saved(["minimal", "full", "full", "minimal"], **keep) == 2 * one
 
 
+def test_each_layer_really_gets_its_own_isolation():
+    """Counted by the loops of the compiled program: one forward and one backward."""
+    layers = [Mlp(weights(jnp.float32, i), TRACES) for i in range(4)]
+
+    def loops(isolation):
+        run = lambda s, x: jnp.sum(run_stack(s, x, isolation=isolation).x)  # noqa: E731
+        compiled = eqx.filter_jit(eqx.filter_grad(run)).lower(layers, stream(jnp.float32)).compile()
+        return compiled.compiled.as_text().count(" while(")
+
+    assert loops("none") == 0
+    assert loops({"2": "loop", "*": "none"}) == 2
+    assert loops({"1-3": "loop", "*": "barrier"}) == 6
+    assert loops(["none", "loop", "both", "barrier"]) == 4
+
+
 def test_a_boundary_keeps_only_what_crosses_it():
     layers = [Mlp(weights(jnp.float32, i)) for i in range(4)]
 
@@ -190,7 +205,8 @@ def test_a_period_is_traced_once_however_often_it_repeats():
 
 def test_layers_stacked_by_vmap_are_not_copied():
     def make_one(key):
-        return Mlp({"wi": jax.random.normal(key, (D, F)), "wo": jnp.ones((F, D))}, TRACES)
+        wi = jax.random.normal(key, (D, F), jnp.float32)
+        return Mlp({"wi": wi, "wo": jnp.ones((F, D), jnp.float32)}, TRACES)
 
     blocks = eqx.filter_vmap(make_one)(jax.random.split(jax.random.key(0), 5))
     stack = [Stacked((blocks,), 5)]
@@ -427,7 +443,7 @@ def test_mistakes_found_in_tracing():
     with pytest.raises(TypeError, match=r"must return \(x, kv\), got"):
         run_stack([StackLayer(jnp.sin, writes="kv")], jnp.ones(2))
     grow = lambda x: jnp.concatenate([x, x])  # noqa: E731
-    with pytest.raises(TypeError, match=r"Layers 0-0 repeat.*f32\[2\].*f32\[4\]"):
+    with pytest.raises(TypeError, match=r"Layers 0-0 repeat.*f\d+\[2\].*f\d+\[4\]"):
         run_stack([Stacked((grow,), 3)], jnp.ones(2))
     with pytest.raises(ValueError, match=r"per_layer\[0\] and per_layer\[1\] are unlike"):
         run_stack(
@@ -448,7 +464,7 @@ def test_mistakes_in_stacking():
         Stacked((), 4)
     unlike = [Mlp({"w": jnp.ones(n)}, TRACES) for n in (2, 3)]
     with pytest.raises(
-        ValueError, match=r"Layers 0 and 1 differ: .*\['w'\] is float32\[2\] in one"
+        ValueError, match=r"Layers 0 and 1 differ: .*\['w'\] is float\d+\[2\] in one"
     ):
         stack_layers(unlike, period=1)
     with pytest.raises(ValueError, match="a period of 2 can't repeat in 2 layers"):

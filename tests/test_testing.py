@@ -105,7 +105,7 @@ import jax.numpy as jnp
 SIZE = 64
 
 def test_memory(memory_snapshot):
-    x = jnp.ones((SIZE, SIZE))
+    x = jnp.ones((SIZE, SIZE), jnp.float32)
     memory_snapshot(lambda x: x @ x, x, target="cpu")
 """
 
