@@ -183,6 +183,37 @@ def test_periods_are_found(kinds, cut):
     assert eqx.tree_equal(unstack_layers(stack), layers)
 
 
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"scale": jnp.ones(D, jnp.bfloat16)},
+        {"scale": jnp.ones(D, jnp.int32)},
+        {"scale": np.ones(1, np.float32)},
+        {"scale": 1.0},
+        {"scale": None},
+        {"scale": jnp.ones(D, jnp.float32), "bias": 0},
+    ],
+    ids=["dtype", "integers", "shape", "static", "none", "tree"],
+)
+def test_unlike_layers_are_no_period(unlike):
+    """Stacked, one of them would change its type or its value."""
+    like = jax.tree_util.Partial(lambda w, x: x * w["scale"], {"scale": jnp.ones(D, jnp.float32)})
+    other = jax.tree_util.Partial(like.func, unlike)
+    assert len(stack_layers([like, like])) == 1
+    stack = stack_layers([like, other])
+    assert len(stack) == 2
+    assert eqx.tree_equal(stack, [like, other])
+    with pytest.raises(ValueError, match="Layers 0 and 1 differ"):
+        stack_layers([like, other], period=1)
+
+
+@pytest.mark.parametrize(("mine", "other"), [(1.0, 2.0), ("a", "b"), (True, 1), (0.0, -0.0)])
+def test_layers_of_other_static_values_are_no_period(mine, other):
+    layers = [jax.tree_util.Partial(lambda x, w: x, w=w) for w in (mine, other)]
+    layers[1] = jax.tree_util.Partial(layers[0].func, w=other)
+    assert len(stack_layers(layers)) == 2
+
+
 def test_a_declared_period():
     layers = [make("mlp", i) for i in range(7)]
     stack = stack_layers(layers, period=3)
