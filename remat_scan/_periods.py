@@ -160,7 +160,7 @@ def kinds_of(trees: Sequence[Any]) -> list[int]:
 def _stack(arrays: Sequence[Any]) -> Any:
     sharding = _named_sharding(arrays[0])
     if sharding is not None:
-        # Left to itself, `jnp.stack` may gather what was sharded.
+        # On jax 0.10 `jnp.stack` brings to the device what lies on the host.
         spec = PartitionSpec(None, *sharding.spec)
         sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         return jax.jit(lambda *a: jnp.stack(a), out_shardings=sharding)(*arrays)
@@ -192,7 +192,7 @@ def _leaf_signature(leaf: Any) -> Any:
             return _StaticInput(leaf)
         except TypeError:  # unhashable: like itself only
             return id(leaf)
-    return np.shape(leaf), leaf.dtype, getattr(_named_sharding(leaf), "spec", None)
+    return np.shape(leaf), leaf.dtype, _named_sharding(leaf)
 
 
 def _kind(tree: Any, kinds: list[Any]) -> int:
@@ -208,12 +208,17 @@ def _difference(a: Any, b: Any) -> str:
         return "their trees or static fields are unlike"
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(a)]
     values = zip(paths, leaves_a, leaves_b, jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    for path, mine, other, x, y in values:
-        if mine != other:
-            shown = [f"{v.dtype}{list(v.shape)}" if is_array(v) else repr(v) for v in (x, y)]
-            where = jax.tree_util.keystr(path) or "the layer"
-            return f"{where} is {shown[0]} in one and {shown[1]} in the other"
-    return "their shardings are unlike"
+    path, x, y = next((path, x, y) for path, mine, other, x, y in values if mine != other)
+    where = jax.tree_util.keystr(path) or "the layer"
+    return f"{where} is {_show(x)} in one and {_show(y)} in the other"
+
+
+def _show(leaf: Any) -> str:
+    if not is_array(leaf):
+        return repr(leaf)
+    sharding = _named_sharding(leaf)
+    lies = f" of {sharding.spec} in {sharding.memory_kind}" if sharding is not None else ""
+    return f"{leaf.dtype}{list(leaf.shape)}{lies}"
 
 
 def _cut(kinds: Sequence[int], period: int | None) -> list[tuple[int, int]]:

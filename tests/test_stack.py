@@ -1,6 +1,7 @@
 """`run_stack` against the plain Python loop: values, gradients, periods, errors."""
 
 import functools as ft
+import itertools
 import re
 
 import equinox as eqx
@@ -205,6 +206,28 @@ def test_unlike_layers_are_no_period(unlike):
     assert eqx.tree_equal(stack, [like, other])
     with pytest.raises(ValueError, match="Layers 0 and 1 differ"):
         stack_layers([like, other], period=1)
+
+
+def test_layers_sharded_otherwise_are_no_period():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    shardings = [
+        NamedSharding(mesh, PartitionSpec("d")),
+        NamedSharding(mesh, PartitionSpec(None, "d")),
+        NamedSharding(mesh, PartitionSpec("d"), memory_kind="pinned_host"),
+    ]
+    layers = [
+        jax.tree_util.Partial(jnp.matmul, jax.device_put(normal(0, 8, 8), sharding))
+        for sharding in shardings
+    ]
+    assert len(stack_layers(layers)) == 3
+    for here, there in itertools.combinations(layers, 2):
+        with pytest.raises(ValueError, match=r"float32\[8, 8\] of .* in device in one and"):
+            stack_layers([here, there], period=1)
+    for layer, sharding in zip(layers, shardings, strict=True):
+        (stacked,) = stack_layers([layer, layer])
+        (array,) = jax.tree.leaves(stacked)
+        assert array.sharding.spec == PartitionSpec(None, *sharding.spec)
+        assert array.sharding.memory_kind == sharding.memory_kind
 
 
 @pytest.mark.parametrize(("mine", "other"), [(1.0, 2.0), ("a", "b"), (True, 1), (0.0, -0.0)])
