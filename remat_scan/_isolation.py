@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import jax.ref
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from ._host import on_host
+
 Isolation: TypeAlias = Literal["loop", "barrier", "both", "none"]
 ISOLATIONS: tuple[Isolation, ...] = ("loop", "barrier", "both", "none")
 
@@ -127,7 +129,7 @@ def streams(in_types: Sequence[Any], out_types: Sequence[Any], streams_from: int
 
 
 def _stays_put(aval: Any) -> bool:
-    return _is_mutable(aval) or getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    return _is_mutable(aval) or on_host(aval)
 
 
 def _is_mutable(aval: Any) -> bool:

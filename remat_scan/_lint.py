@@ -12,8 +12,9 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from ._host import on_host
 from ._memory import format_bytes
-from ._origin import find_origin, nbytes, on_host, short
+from ._origin import find_origin, nbytes, short
 from ._policies import LAYER_INPUT, TENSOR_NAMES, Policy
 from ._regions import (
     find_regions,

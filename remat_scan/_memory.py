@@ -4,8 +4,9 @@ import dataclasses
 import html
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.export
@@ -15,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from ._compile import Compiled, Job, compile_here, compile_in_child
 from ._flops import count_flops
 from ._hlo import Buffer, Module
+from ._host import bytes_sent_to_host
 from ._targets import Target, check_installed, parse_target, versions
 from ._trace import is_array
 
@@ -35,6 +37,8 @@ class MemoryReport:
     - `temporaries`, `arguments`, `outputs`, `aliased`: parts of `needs`; `aliased` is what outputs
       share with donated arguments.
     - `host`: bytes in the host's memory (offloaded residuals, offloaded arguments); `None` on CPU.
+    - `sent_to_host`: bytes that the program asked to have there at once beside such arguments, at
+      least; counted on the traced program and divided by `devices`.
     - `fits`: whether `needs` fits into the target's memory, or `None` where that is not known.
     - `flops`: floating-point operations of matrix products and convolutions, of all devices
       together, counted on the traced program with loop trip counts; `flops_exact` is `False` if
@@ -60,6 +64,7 @@ class MemoryReport:
     flops_exact: bool
     compile_seconds: float
     versions: dict[str, str]
+    sent_to_host: int = 0
     buffers: tuple[Buffer, ...] = ()
     message: str = ""
     hlo: str = dataclasses.field(default="", repr=False, compare=False)
@@ -93,6 +98,7 @@ class MemoryReport:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         flops = f"{self.flops / 1e12:,.3f} T"
+        sent = f"; {format_bytes(self.sent_to_host)} sent there" if self.sent_to_host else ""
         return [
             ("needs", format_bytes(self.needs), "arguments + temporaries + outputs − aliased"),
             ("peak", format_bytes(self.peak), "alive at once"),
@@ -100,7 +106,7 @@ class MemoryReport:
             ("arguments", format_bytes(self.arguments), ""),
             ("outputs", format_bytes(self.outputs), ""),
             ("aliased", format_bytes(self.aliased), "outputs in donated arguments"),
-            ("host", format_bytes(self.host), "in the host's memory"),
+            ("host", format_bytes(self.host), f"in the host's memory{sent}"),
             ("FLOPs", flops, "all devices" if self.flops_exact else "all devices, at least"),
             ("compile", f"{self.compile_seconds:.1f} s", ""),
         ]
@@ -178,13 +184,15 @@ def memory_report(
 
     A [`remat_scan.MemoryReport`][]. A program that does not fit is a report too.
 
+    **Warns:** `UserWarning` if the program offloads and the compiler undid most of it.
+
     **Raises:** `ValueError` for an unknown target or a number of devices that the target has not;
     `MissingPluginError` (an `ImportError`) if its compiler is not installed; `CompilerError` (a
     `RuntimeError`) if the compiler fails; `TimeoutError`.
     """
     where = parse_target(target)
     check_installed(where)
-    job, flops, names = _export(fn, args, kwargs, donate_argnums, where)
+    job, counted, names = _export(fn, args, kwargs, donate_argnums, where)
     devices = job.exported.nr_devices
     if devices > where.devices:
         raise ValueError(
@@ -195,7 +203,15 @@ def memory_report(
         compiled = compile_here(job, where)
     else:
         compiled = compile_in_child(job, where, timeout, progress)
-    return _report(compiled, where, devices, flops, names)
+    return _report(compiled, where, devices, counted, names)
+
+
+class _Counted(NamedTuple):
+    """Of all devices together, on the traced program."""
+
+    flops: int
+    flops_exact: bool
+    sent_to_host: int
 
 
 def _export(
@@ -204,7 +220,7 @@ def _export(
     kwargs: dict[str, Any],
     donate_argnums: int | Sequence[int],
     target: Target,
-) -> tuple[Job, tuple[int, bool], list[str]]:
+) -> tuple[Job, _Counted, list[str]]:
     with_paths, treedef = jax.tree_util.tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in with_paths]
     dynamic = [is_array(x) or isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
@@ -227,11 +243,12 @@ def _export(
     program.__name__ = getattr(fn, "__name__", type(fn).__name__)
     # What is not read lies on the device too, and says on how many devices the program runs.
     jitted = jax.jit(program, donate_argnums=donated, keep_unused=True)
-    flops = count_flops(jitted.trace(*avals).jaxpr)
+    traced = jitted.trace(*avals).jaxpr
+    counted = _Counted(*count_flops(traced), bytes_sent_to_host(traced))
     exported = jax.export.export(
         jitted, platforms=[target.platform], disabled_checks=_AnyCustomCall.checks()
     )(*avals)
-    return Job(exported, tuple(described), donated), flops, names
+    return Job(exported, tuple(described), donated), counted, names
 
 
 class _AnyCustomCall:
@@ -310,14 +327,15 @@ def _report(
     compiled: Compiled,
     target: Target,
     devices: int,
-    flops: tuple[int, bool],
+    counted: _Counted,
     names: list[str],
 ) -> MemoryReport:
     common: dict[str, Any] = {
         "target": target.name,
         "devices": devices,
-        "flops": flops[0],
-        "flops_exact": flops[1],
+        "flops": counted.flops,
+        "flops_exact": counted.flops_exact,
+        "sent_to_host": counted.sent_to_host // devices,
         "compile_seconds": compiled.seconds,
         "versions": versions(target),
         "hlo": compiled.text,
@@ -332,6 +350,10 @@ def _report(
     needs -= memory["alias_size"]
     host = sum(memory.get(f"host_{part}_size", 0) for part in ("argument", "temp", "output"))
     on_cpu = target.platform == "cpu"
+    if not on_cpu:
+        _warn_if_taken_back(
+            target, counted.sent_to_host // devices, host - memory.get("host_argument_size", 0)
+        )
     fits = None
     if target.capacity is not None:
         fits = needs <= target.capacity
@@ -348,6 +370,19 @@ def _report(
         fits=fits,
         buffers=tuple(_with_names(Module(compiled.text).at_peak(), names)),
         **common,
+    )
+
+
+def _warn_if_taken_back(target: Target, sent: int, stayed: int) -> None:
+    if 2 * stayed >= sent:
+        return
+    remedy = "isolation='loop'" + " or 'barrier'" * (target.platform == "cuda")
+    warnings.warn(
+        f"The program sends {format_bytes(sent)} a device to the host's memory, but compiled for "
+        f"{target.name} it keeps {format_bytes(stayed)} there: XLA copied it back at once, so that "
+        f"offloading saves nothing. What ties the copies down on this target is "
+        f"checkpointed_layer(..., {remedy}); without that, recompute the tensor.",
+        stacklevel=4,
     )
 
 

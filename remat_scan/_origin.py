@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from ._host import on_host
 from ._regions import inner_jaxprs, is_layer, users_line
 
 # The same bytes under another shape, or under another name.
@@ -113,7 +114,3 @@ def nbytes(aval: Any) -> int:
 
 def short(aval: Any) -> str:
     return aval.str_short() if hasattr(aval, "str_short") else str(aval)
-
-
-def on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host

@@ -10,6 +10,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
+from ._host import on_host
 from ._isolation import LOOP_TAG
 from ._memory import traced_sharding
 from ._trace import is_array
@@ -117,8 +118,7 @@ def is_barrier(eqn: Any) -> bool:
     that ties copies to the host."""
     if eqn.primitive.name != "optimization_barrier" or not is_ours(eqn):
         return False
-    host = jax.memory.Space.Host
-    return all(getattr(v.aval, "memory_space", None) != host for v in eqn.outvars)
+    return not any(on_host(v.aval) for v in eqn.outvars)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:

@@ -11,8 +11,9 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from ._host import on_host
 from ._memory import GIB, format_bytes
-from ._origin import body, find_origin, nbytes, on_host, short
+from ._origin import body, find_origin, nbytes, short
 from ._regions import (
     MATMULS,
     find_regions,

@@ -2,17 +2,20 @@
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -166,6 +169,59 @@ def test_the_peak_is_the_devices_own(target):
     assert report.host == layers * layer_input
     assert report.peak is not None
     assert report.peak <= report.needs < report.host
+
+
+def plainly_offloaded(fn):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(lambda w, x: fn(w, checkpoint_name(x, "input")), policy=policy)
+
+
+def offloaded(isolation):
+    policy = Policy(offload=("decoder_layer_input",))
+    return lambda fn: checkpointed_layer(fn, policy=policy, isolation=isolation)
+
+
+@pytest.mark.parametrize(
+    ("target", "wrap", "remedy"),
+    [
+        pytest.param(*TPU.values, offloaded("loop"), None, marks=TPU.marks, id="TPU, loop"),
+        pytest.param(
+            *TPU.values, offloaded("barrier"), "isolation='loop'[)]", marks=TPU.marks, id="TPU, barrier"
+        ),
+        pytest.param(*GPU.values, offloaded("barrier"), None, marks=GPU.marks, id="GPU, barrier"),
+        pytest.param(
+            *GPU.values, plainly_offloaded, "isolation='loop' or 'barrier'[)]", marks=GPU.marks,
+            id="GPU, jax.checkpoint",
+        ),
+    ],
+)  # fmt: skip
+def test_offloading_that_the_compiler_undoes_is_said(target, wrap, remedy):
+    layers, layer_input = 8, 8192 * 512 * 4
+    wrapped = wrap(lambda w, x: x + jax.nn.gelu(x @ w) @ w.T)
+
+    def loss(ws, x):
+        for w in ws:
+            x = wrapped(w, x)
+        return jnp.sum(x**2)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ws, x = [abstract((512, 2048))] * layers, abstract((8192, 512))
+        report = memory_report(jax.grad(loss), ws, x, target=target)
+    said = [w for w in caught if "to the host's memory" in str(w.message)]
+    assert report.sent_to_host == layers * layer_input
+    assert "128.00 MiB sent there" in str(report)
+    if remedy is None:
+        assert report.host == report.sent_to_host
+        assert not said
+    else:
+        assert report.host < report.sent_to_host / 2
+        assert re.search(remedy, str(said[0].message))
 
 
 @pytest.mark.parametrize("target", [TPU, GPU])
