@@ -159,12 +159,14 @@ def kinds_of(trees: Sequence[Any]) -> list[int]:
 
 def _stack(arrays: Sequence[Any]) -> Any:
     sharding = _named_sharding(arrays[0])
-    if sharding is not None:
-        # On jax 0.10 `jnp.stack` brings to the device what lies on the host.
-        spec = PartitionSpec(None, *sharding.spec)
-        sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-        return jax.jit(lambda *a: jnp.stack(a), out_shardings=sharding)(*arrays)
-    return jnp.stack(arrays)
+    if sharding is None:
+        return jnp.stack(arrays)
+    # jax 0.10 stacks nothing sharded in the host's memory: on the devices, and back.
+    on_device = NamedSharding(sharding.mesh, sharding.spec)
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    stack = jax.jit(lambda *a: jnp.stack(a), out_shardings=stacked)
+    result = stack(*jax.device_put(list(arrays), on_device))
+    return jax.device_put(result, stacked.with_memory_kind(sharding.memory_kind))
 
 
 def _named_sharding(array: Any) -> NamedSharding | None:
