@@ -161,12 +161,11 @@ def _stack(arrays: Sequence[Any]) -> Any:
     sharding = _named_sharding(arrays[0])
     if sharding is None:
         return jnp.stack(arrays)
+    mesh, spec = sharding.mesh, PartitionSpec(None, *sharding.spec)
     # jax 0.10 stacks nothing sharded in the host's memory: on the devices, and back.
-    on_device = NamedSharding(sharding.mesh, sharding.spec)
-    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    stack = jax.jit(lambda *a: jnp.stack(a), out_shardings=stacked)
-    result = stack(*jax.device_put(list(arrays), on_device))
-    return jax.device_put(result, stacked.with_memory_kind(sharding.memory_kind))
+    stack = jax.jit(lambda *a: jnp.stack(a), out_shardings=NamedSharding(mesh, spec))
+    stacked = stack(*jax.device_put(list(arrays), NamedSharding(mesh, sharding.spec)))
+    return jax.device_put(stacked, NamedSharding(mesh, spec, memory_kind=sharding.memory_kind))
 
 
 def _named_sharding(array: Any) -> NamedSharding | None:
