@@ -39,6 +39,7 @@ VERIFY = ("tests/test_verify.py", "-k", "not alarm and not other_compilers")
 TRACED = ("tests/test_verify.py", "-k", "traced")
 RESIDUALS = ("tests/test_residuals.py",)
 MEMORY = ("tests/test_testing.py", "-k", "donated")
+HOST = ("tests/test_host.py",)
 
 ISOLATION, WRAP, TRACE = "_isolation.py", "_layer.py", "_trace.py"
 OFFLOAD, POLICY = "_offload.py", "_policies.py"
@@ -211,6 +212,17 @@ MUTATIONS = (
     Mutation("axes from the back", BLOCKS, "return axis % ndim", "return abs(axis)", BLOCKWISE),
     Mutation("arrays put together along the first axis", BLOCKS, "_put(r, split(x, a), start, a + 1)",
              "_put(r, split(x, 0), start, 1)", BLOCKWISE),
+    Mutation("what segments send is added up", "_host.py",
+             "in_a_region = max(in_a_region, sum(inner))", "in_a_region += sum(inner)", HOST),
+    Mutation("what branches send is added up", "_host.py", "sent += max(inner)", "sent += sum(inner)", HOST),
+    Mutation("what leaves a loop is not counted", "_host.py",
+             "max(_bytes(eqn.outvars), sum(inner))", "sum(inner)", HOST),
+    Mutation("what is on the host is sent again", "_host.py",
+             "if r and not on_host(given.aval)", "if r", HOST),
+    Mutation("what nobody reads is sent", "_host.py", "if r and _is_var(v)}", "if _is_var(v)}", HOST),
+    Mutation("one shard counts", "_host.py", "sum(inner) * shards", "sum(inner)", HOST),
+    Mutation("nothing is said of what is taken back", "_memory.py", "if 2 * stayed >= sent:", "if True:",
+             ("tests/test_memory.py", "-k", "compiler_undoes")),
 )  # fmt: skip
 
 

@@ -26,6 +26,12 @@ def and_back(x):
     return jax.device_put(there(x), DEVICE)
 
 
+def custom_vjp(fn):
+    with_rule = jax.custom_vjp(fn)
+    with_rule.defvjp(lambda x: (there(fn(x)), x), lambda x, g: (and_back(g) * x,))
+    return with_rule
+
+
 def layers():
     return [jax.tree_util.Partial(lambda w, x: jnp.sin(x @ w), jnp.ones((D, D)))] * N
 
@@ -65,11 +71,14 @@ def test_where_it_is_sent():
     x = jnp.ones((T, D))
     mesh = AbstractMesh((8,), ("d",), axis_types=(AxisType.Auto,))
     cases = {
+        0: [lambda x: jax.jit(lambda x: (x, there(x)))(x)[0]],  # nobody reads it
         1: [
             and_back,
             jax.jit(and_back),
             lambda x: there(there(x)),
             lambda x: jax.lax.cond(x[0, 0] > 0, and_back, jnp.sin, x),
+            lambda x: jax.lax.cond(x[0, 0] > 0, and_back, lambda x: and_back(2 * x), x),
+            custom_vjp(and_back),
             lambda x: jax.lax.scan(lambda c, _: (and_back(c), None), x, length=5)[0],
             lambda x: jax.lax.scan(lambda c, row: (c, there(row)), 0, x)[1],
             jax.shard_map(
