@@ -163,8 +163,8 @@ def _stack(arrays: Sequence[Any]) -> Any:
         return jnp.stack(arrays)
     mesh, spec = sharding.mesh, PartitionSpec(None, *sharding.spec)
     # jax 0.10 stacks nothing sharded in the host's memory: on the devices, and back.
-    stack = jax.jit(lambda *a: jnp.stack(a), out_shardings=NamedSharding(mesh, spec))
-    stacked = stack(*jax.device_put(list(arrays), NamedSharding(mesh, sharding.spec)))
+    stack = jax.jit(jnp.stack, out_shardings=NamedSharding(mesh, spec))
+    stacked = stack(jax.device_put(list(arrays), NamedSharding(mesh, sharding.spec)))
     return jax.device_put(stacked, NamedSharding(mesh, spec, memory_kind=sharding.memory_kind))
 
 
