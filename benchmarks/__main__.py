@@ -101,6 +101,22 @@ def overlap(options: argparse.Namespace) -> None:
             _measured("overlap", key, make, options, lambda report: collectives(report.hlo))
 
 
+def prefetch(options: argparse.Namespace) -> None:
+    """Layer inputs on the host, copied back 0, 1 or 2 layers before they are needed."""
+    from .prefetch import DISTANCES, program
+
+    for target, layers in {"h100:8": 32, "tpu7x:2x2x1": 12}.items():
+        for isolation in ("loop", "barrier"):
+            for distance in (None, *DISTANCES):
+                key: dict[str, Any] = {"case": f"{layers} layers", "target": target}
+                key |= {"configuration": f"{isolation}, distance {distance}", "layers": layers}
+                make = functools.partial(program, Stack(layers), isolation, distance or 0)
+                if distance is None:  # recomputed from inputs that stay
+                    key["configuration"] = isolation
+                    make = functools.partial(Stack(layers).program, isolation)
+                _measured("prefetch", key, make, options, lambda report: collectives(report.hlo))
+
+
 def peers(options: argparse.Namespace) -> None:
     """One decoder under `jax.checkpoint`, Equinox, Flax, Haliax and this library; CPU times too.
 
@@ -231,7 +247,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sub-command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for run in (isolation, depth, length, headline, stacks, overlap, peers, overhead, tables):
+    for run in (
+        isolation,
+        depth,
+        length,
+        headline,
+        stacks,
+        overlap,
+        prefetch,
+        peers,
+        overhead,
+        tables,
+    ):
         command = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
         command.add_argument("--only", metavar="CASE", help="one case")
         command.add_argument("--target", metavar="T", help="one target")
