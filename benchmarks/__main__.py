@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from remat_scan import CompilerError, MemoryReport, MissingPluginError, memory_report
 from remat_scan._targets import check_installed, parse_target, versions
 
-from .overlap import collectives
+from .overlap import collectives, copies_from_host
 from .results import load, made_by, measure, save
 from .stack import ISOLATION, WAYS, Stack
 from .tables import tables
@@ -114,7 +114,9 @@ def prefetch(options: argparse.Namespace) -> None:
                 if distance is None:  # recomputed from inputs that stay
                     key["configuration"] = isolation
                     make = functools.partial(Stack(layers).program, isolation)
-                _measured("prefetch", key, make, options, lambda report: collectives(report.hlo))
+                _measured(
+                    "prefetch", key, make, options, lambda report: copies_from_host(report.hlo)
+                )
 
 
 def peers(options: argparse.Namespace) -> None:

@@ -16,6 +16,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"%?([\w.\-]+) = [su]\d+\[\]\S* constant\((\d+)\)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OFFLOADED = re.compile(r"called_computations=\{([^}]*)\}")  # to another core of a TPU
+_FROM_HOST = re.compile(r"\((?:(?!S\(5\)).)*?\}, \S*S\(5\)")  # (result, operand, …)
 _SYNCHRONOUS = re.compile(r'"is_sync":true')
 
 
@@ -57,8 +58,26 @@ def collectives(text: str) -> dict[str, Any]:
     return {**found, "estimated_cycles": reader.cycles(reader.module._entry) or None}
 
 
+def copies_from_host(text: str) -> dict[str, int]:
+    """Bytes that one device copies from the host's memory, and how many of them beside compute.
+
+    Counted as by `collectives`: beside compute if there is a matrix product between start and end.
+
+    **Arguments:**
+
+    - `text`: the scheduled program, `MemoryReport.hlo`.
+    """
+    reader = _Reader(text, copies=True)
+    found = {"from_host_bytes": 0, "from_host_beside_bytes": 0}
+    for times, _, copy in reader.collectives(reader.module._entry, 1, False):
+        found["from_host_bytes"] += times * copy.bytes
+        found["from_host_beside_bytes"] += times * copy.bytes * copy.beside
+    return found
+
+
 class _Reader:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, copies: bool = False) -> None:
+        self._copies = copies  # read copies from the host in place of collectives
         self.module = Module(text)
         every = self.module._computations.values()
         self._shapes = {i.name: _nested(i.shape) for c in every for i in c}
@@ -103,7 +122,11 @@ class _Reader:
         return total
 
     def _started(self, ins: _Instruction) -> _Running | None:
-        """The collective that an instruction starts, or is."""
+        """The collective that an instruction starts, or is; or the copy."""
+        if self._copies:
+            if ins.opcode != "copy-start" or not _FROM_HOST.match(ins.shape):
+                return None
+            return _Running(_bytes(_nested(ins.shape)[0]))
         if _COLLECTIVE.match(ins.opcode):
             return _Running(self._moved(ins))
         if ins.opcode in ("async-start", "custom-call-start", "fusion"):

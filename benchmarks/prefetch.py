@@ -46,9 +46,10 @@ def prefetched(layer: Callable[..., jax.Array], isolation: str, distance: int) -
             return jax.tree.leaves(fn(*jax.tree.unflatten(treedef, flat)))
 
         closed = jax.make_jaxpr(flat_fn)(*flat)
-        types = ([v.aval for v in v_] for v_ in (closed.jaxpr.invars, closed.jaxpr.outvars))
+        in_types = [v.aval for v in closed.jaxpr.invars]
+        out_types = [v.aval for v in closed.jaxpr.outvars]
         count = len(jax.tree.leaves(weights))
-        results = isolate(flat_fn, *types, count, isolation)(*flat)
+        results = isolate(flat_fn, in_types, out_types, count, isolation)(*flat)
         return jax.tree.unflatten(
             jax.tree.structure(jax.eval_shape(fn, weights, *streams)), results
         )

@@ -1,6 +1,6 @@
 """The benchmarks' reader of collectives, on small programs whose bytes are worked out by hand."""
 
-from benchmarks.overlap import collectives
+from benchmarks.overlap import collectives, copies_from_host
 
 HEAD = """HloModule m, is_scheduled=true
 
@@ -164,3 +164,22 @@ def test_a_collective_on_another_core_of_a_tpu():
 def test_a_collective_fused_with_a_product():
     found = read("  %f = f32[8,8]{1,0} fusion(%x), kind=kCustom, calls=%product_and_sum")
     assert (found["entry_bytes"], found["entry_beside_bytes"]) == (ARRAY, ARRAY)
+
+
+def test_copies_from_the_host():
+    """Two come back, one of them beside a product; one goes there, one stays on the device."""
+    device, host = "f32[8,8]{1,0}", "f32[8,8]{1,0:S(5)}"
+    lines = [
+        f"  %there = ({host}, {device}, u32[]) copy-start(%x)",
+        f"  %moved = ({device}, {device}, u32[]) copy-start(%x)",
+        f"  %h = {host} copy-done(%there)",
+        f"  %back0 = ({device}, {host}, u32[]) copy-start(%h)",
+        f"  %a = {device} copy-done(%back0)",
+        f"  %back1 = ({device}, {host}, u32[]) copy-start(%h)",
+        f"  %m = {device} fusion(%x), kind=kOutput, calls=%product",
+        f"  %b = {device} copy-done(%back1)",
+        f"  %n = {device} copy-done(%moved)",
+        f"  ROOT %out = {device} copy(%b)",
+    ]
+    found = copies_from_host(HEAD + "\n".join(lines) + "\n}\n")
+    assert found == {"from_host_bytes": 2 * ARRAY, "from_host_beside_bytes": ARRAY}
