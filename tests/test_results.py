@@ -168,3 +168,14 @@ def test_e2b_recomputes_one_forward_pass_at_most(case, target):
     once = found.pop("no remat")
     assert found
     assert all(flops <= 1.30 * once for flops in found.values())
+
+
+@pytest.mark.parametrize("target", ["h100:8", "tpu7x:2x2x1"])
+def test_inputs_that_come_back_a_layer_ahead(target):
+    """Every copy runs beside compute, none does at a distance of 0, and both are below recomputing."""
+    found = {r["configuration"]: r for r in rows("prefetch", target=target)}
+    at_once, ahead = found["loop, distance 0"], found["loop, distance 1"]
+    assert at_once["from_host_bytes"] == at_once["host_bytes"]
+    assert at_once["from_host_beside_bytes"] == 0
+    assert ahead["from_host_beside_bytes"] == ahead["from_host_bytes"] == ahead["host_bytes"]
+    assert max(at_once["peak_bytes"], ahead["peak_bytes"]) < 0.75 * found["loop"]["peak_bytes"]
