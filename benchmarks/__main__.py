@@ -109,11 +109,12 @@ def prefetch(options: argparse.Namespace) -> None:
         for isolation in ("loop", "barrier"):
             for distance in (None, *DISTANCES):
                 key: dict[str, Any] = {"case": f"{layers} layers", "target": target}
-                key |= {"configuration": f"{isolation}, distance {distance}", "layers": layers}
-                make = functools.partial(program, Stack(layers), isolation, distance or 0)
                 if distance is None:  # recomputed from inputs that stay
-                    key["configuration"] = isolation
-                    make = functools.partial(Stack(layers).program, isolation)
+                    way, make = isolation, functools.partial(Stack(layers).program, isolation)
+                else:
+                    way = f"{isolation}, distance {distance}"
+                    make = functools.partial(program, Stack(layers), isolation, distance)
+                key |= {"configuration": way, "layers": layers}
                 _measured(
                     "prefetch", key, make, options, lambda report: copies_from_host(report.hlo)
                 )

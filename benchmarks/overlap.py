@@ -67,7 +67,7 @@ def copies_from_host(text: str) -> dict[str, int]:
 
     - `text`: the scheduled program, `MemoryReport.hlo`.
     """
-    reader = _Reader(text, copies=True)
+    reader = _Copies(text)
     found = {"from_host_bytes": 0, "from_host_beside_bytes": 0}
     for times, _, copy in reader.collectives(reader.module._entry, 1, False):
         found["from_host_bytes"] += times * copy.bytes
@@ -76,8 +76,7 @@ def copies_from_host(text: str) -> dict[str, int]:
 
 
 class _Reader:
-    def __init__(self, text: str, copies: bool = False) -> None:
-        self._copies = copies  # read copies from the host in place of collectives
+    def __init__(self, text: str) -> None:
         self.module = Module(text)
         every = self.module._computations.values()
         self._shapes = {i.name: _nested(i.shape) for c in every for i in c}
@@ -122,11 +121,7 @@ class _Reader:
         return total
 
     def _started(self, ins: _Instruction) -> _Running | None:
-        """The collective that an instruction starts, or is; or the copy."""
-        if self._copies:
-            if ins.opcode != "copy-start" or not _FROM_HOST.match(ins.shape):
-                return None
-            return _Running(_bytes(_nested(ins.shape)[0]))
+        """The collective that an instruction starts, or is."""
         if _COLLECTIVE.match(ins.opcode):
             return _Running(self._moved(ins))
         if ins.opcode in ("async-start", "custom-call-start", "fusion"):
@@ -211,6 +206,15 @@ class _Reader:
 
     def _instructions(self, computation: str) -> list[_Instruction]:
         return self.module._computations[computation]
+
+
+class _Copies(_Reader):
+    """Reads copies from the host in place of collectives."""
+
+    def _started(self, ins: _Instruction) -> _Running | None:
+        if ins.opcode != "copy-start" or not _FROM_HOST.match(ins.shape):
+            return None
+        return _Running(_bytes(_nested(ins.shape)[0]))
 
 
 def _result(ins: _Instruction) -> Any:

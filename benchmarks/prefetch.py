@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from remat_scan._isolation import isolate
+from remat_scan._offload import _flat_program
 
-from .stack import ACTIVATIONS, Stack, gated_mlp
+from .stack import ACTIVATIONS, Stack, gated_mlp, sgd_step
 
 DISTANCES = (0, 1, 2)
 
@@ -22,15 +22,7 @@ DISTANCES = (0, 1, 2)
 def program(stack: Stack, isolation: str, distance: int) -> tuple[Callable[..., Any], Any, Any]:
     """`(step, weights, x)`: the step of `Stack.step`, everything recomputed, inputs on the host."""
     layer = ft.partial(gated_mlp, ACTIVATIONS[stack.activation])
-    run = prefetched(layer, isolation, distance)
-
-    def loss(weights: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(run(weights, x).astype(jnp.float32) ** 2)
-
-    def step(weights: Any, x: jax.Array) -> Any:
-        gradients = jax.grad(loss)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
-
+    step = sgd_step(prefetched(layer, isolation, distance))
     _, weights, x = stack.program("no remat")
     return jax.jit(step, donate_argnums=0), weights, x
 
@@ -41,18 +33,17 @@ def prefetched(layer: Callable[..., jax.Array], isolation: str, distance: int) -
     def apart(fn: Callable[..., Any], weights: Any, *streams: Any) -> Any:
         """`fn(weights, *streams)` behind the boundary; no memory kinds change but in `fn`."""
         flat, treedef = jax.tree.flatten((weights, *streams))
+        out_treedef: Any = None  # known when `flat_fn` has been traced
 
         def flat_fn(*flat: Any) -> list[Any]:
-            return jax.tree.leaves(fn(*jax.tree.unflatten(treedef, flat)))
+            nonlocal out_treedef
+            outputs, out_treedef = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, flat)))
+            return outputs
 
-        closed = jax.make_jaxpr(flat_fn)(*flat)
-        in_types = [v.aval for v in closed.jaxpr.invars]
-        out_types = [v.aval for v in closed.jaxpr.outvars]
+        run, in_types, out_types = _flat_program(flat_fn, flat)
         count = len(jax.tree.leaves(weights))
-        results = isolate(flat_fn, in_types, out_types, count, isolation)(*flat)
-        return jax.tree.unflatten(
-            jax.tree.structure(jax.eval_shape(fn, weights, *streams)), results
-        )
+        results = isolate(run, in_types, out_types, count, isolation)(*flat)
+        return jax.tree.unflatten(out_treedef, results)
 
     @jax.custom_vjp
     def run(weights: Any, x: jax.Array) -> jax.Array:

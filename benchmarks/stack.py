@@ -46,16 +46,12 @@ class Stack:
         """Loss, gradients and SGD: `(weights, x) -> weights`."""
         layer = WAYS[way](ft.partial(gated_mlp, ACTIVATIONS[self.activation]))
 
-        def loss(weights: Any, x: jax.Array) -> jax.Array:
+        def run(weights: Any, x: jax.Array) -> jax.Array:
             for w in weights:
                 x = layer(w, x)
-            return jnp.mean(x.astype(jnp.float32) ** 2)
+            return x
 
-        def step(weights: Any, x: jax.Array) -> Any:
-            gradients = jax.grad(loss)(weights, x)
-            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
-
-        return step
+        return sgd_step(run)
 
     def program(self, way: str) -> tuple[Callable[..., Any], Any, Any]:
         """`(step, weights, x)` with bfloat16 activations and float32 weights, for any target."""
@@ -77,6 +73,19 @@ class Stack:
         mesh = AbstractMesh((self.devices,), ("fsdp",), axis_types=(AxisType.Auto,))
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def sgd_step(run: Callable[[Any, jax.Array], jax.Array]) -> Callable[..., Any]:
+    """Loss, gradients and SGD of a stack: `(weights, x) -> weights`."""
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        return jnp.mean(run(weights, x).astype(jnp.float32) ** 2)
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        gradients = jax.grad(loss)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    return step
 
 
 def gated_mlp(activation: Callable[[jax.Array], jax.Array], w: Any, x: jax.Array) -> jax.Array:

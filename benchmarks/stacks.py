@@ -6,12 +6,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from remat_scan import Nested, Stacked, blockwise, run_stack
 
-from .stack import ACTIVATIONS, INPUT_ON_HOST, Stack, gated_mlp
+from .stack import ACTIVATIONS, INPUT_ON_HOST, Stack, gated_mlp, sgd_step
 
 
 class Block(eqx.Module):
@@ -72,13 +71,7 @@ def program(stack: Stack, way: str) -> tuple[Callable[..., Any], Any, Any]:
         repeats = stack.layers // how.period
         layers = [Stacked([_repeated(b, repeats) for b in layers[: how.period]], repeats)]
 
-    def loss(layers: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(run_stack(layers, x, **how.options).x.astype(jnp.float32) ** 2)
-
-    def step(layers: Any, x: jax.Array) -> Any:
-        gradients = jax.grad(loss)(layers, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, gradients)
-
+    step = sgd_step(lambda layers, x: run_stack(layers, x, **how.options).x)
     return jax.jit(step, donate_argnums=0), layers, x
 
 
