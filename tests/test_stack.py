@@ -230,6 +230,28 @@ def test_layers_sharded_otherwise_are_no_period():
         assert array.sharding.memory_kind == sharding.memory_kind
 
 
+def test_stacking_compiles_once_a_shape():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("d"))
+    compiled = []
+
+    def listen(event, duration, **more):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    def layer(seed):
+        weights = [jax.device_put(normal(10 * seed + i, 8, 24), sharding) for i in range(10)]
+        return jax.tree_util.Partial(jnp.matmul, weights)
+
+    layers = [layer(0), layer(1)]
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    (stacked,) = stack_layers(layers)
+    count = len(compiled)
+    assert count == 1  # the listener hears something, and the ten arrays share one program
+    for got, *want in zip(*map(jax.tree.leaves, (stacked, *layers)), strict=True):
+        np.testing.assert_array_equal(got, np.stack(want))
+
+
 @pytest.mark.parametrize(("mine", "other"), [(1.0, 2.0), ("a", "b"), (True, 1), (0.0, -0.0)])
 def test_layers_of_other_static_values_are_no_period(mine, other):
     layers = [jax.tree_util.Partial(lambda x, w: x, w=w) for w in (mine, other)]
